@@ -1,0 +1,59 @@
+"""Train and inspect decoder-only language models: the embedding matrix going in, the output projection coming out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from llmcli.config import ModelConfig
+    from llmcli.model import Decoder
+    from llmcli.params import ParameterCount
+    from llmcli.tokenizer import Tokenizer
+    from llmcli.tying import Request, Side
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "count", "load_model", "load_tokenizer", "read_config"]
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    tie: Request = "auto",
+    keep: Side | None = None,
+) -> Decoder:
+    """The model of a checkpoint in eval mode: `model(ids (B, T)) -> logits (B, T, V)`.
+
+    `dtype` None keeps the file's. What the tie decision was and why: `llmcli.checkpoint.load`, which this calls.
+    Raises a subclass of `llmcli.errors.LlmcliError` for every refusal.
+    """
+    from llmcli import checkpoint, targets
+
+    return checkpoint.load(targets.find_checkpoint(path), dtype=dtype, device=device, tie=tie, keep=keep)[0]
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer of a checkpoint. Raises TokenizerError when it has none that can be read."""
+    from llmcli import targets, tokenizer
+
+    return tokenizer.load(targets.find_checkpoint(path))
+
+
+def read_config(target: str | Path) -> ModelConfig:
+    """The complete config that a preset's name, a config file or a checkpoint means. Raises ConfigError, UsageError."""
+    from llmcli import targets
+
+    return targets.read_config(target)
+
+
+def count(target: str | Path | dict[str, Any] | ModelConfig) -> ParameterCount:
+    """The parameters of a preset, a config (struct, table of keys or file) or a checkpoint, tied and untied."""
+    from llmcli import config, params, targets
+
+    if isinstance(target, dict):
+        target = config.parse(config.model_table(target), config.ModelConfig, "config")
+    return params.count(target if isinstance(target, config.ModelConfig) else targets.read_config(target))

@@ -1,0 +1,196 @@
+"""Configurations as frozen structs, read strictly from TOML or JSON; presets by name.
+
+A config of ours speaks the field's words. What a key left out means (`None` here) may depend on the family:
+`families.complete` fills it in.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from llmcli.errors import ConfigError, UsageError
+
+# A size beyond these bounds is a typing error, not a model: the largest public decoders stay far below them.
+Size = Annotated[int, Meta(ge=1, le=100_000_000)]
+Layers = Annotated[int, Meta(ge=0, le=10_000)]
+Probability = Annotated[float, Meta(ge=0.0, lt=1.0)]
+Positive = Annotated[float, Meta(gt=0.0)]
+
+
+class RopeScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How RoPE's frequencies are stretched past the trained context.
+
+    `linear` divides every frequency by `factor`. `llama3` (Llama 3.1) divides the slow ones, keeps the fast ones and
+    blends between. `yarn` (arXiv:2309.00071) blends by dimension and scales cos and sin by `attention_factor`.
+    """
+
+    type: Literal["linear", "llama3", "yarn"]
+    factor: Positive = 1.0
+    low_freq_factor: Positive = 1.0
+    high_freq_factor: Positive = 4.0
+    original_max_position_embeddings: Size | None = None
+    attention_factor: Positive | None = None
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    truncate: bool = True
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A decoder-only model in sizes and switches. Sizes are counts of rows, dimensions or positions."""
+
+    family: str
+    vocab_size: Size
+    embed_dim: Size
+    num_layers: Layers
+    num_heads: Size
+    num_kv_heads: Size | None = None
+    head_size: Size | None = None
+    hidden_dim: Size | None = None
+    max_position_embeddings: Size = 1024
+    window_size: Size | None = None
+    num_experts: Size | None = None
+    top_k_experts: Size | None = None
+    rope_theta: Positive | None = None
+    rope_scaling: RopeScaling | None = None
+    norm_eps: Positive | None = None
+    dropout: Probability = 0.0
+    bias: bool | None = None
+    head_bias: bool | None = None
+    tie_word_embeddings: bool = False
+    scale_embeddings: bool = False
+    initializer_range: Positive = 0.02
+
+    @property
+    def q_dim(self) -> int:
+        """Width of all query heads together."""
+        return self.num_heads * (self.head_size or 0)
+
+    @property
+    def kv_dim(self) -> int:
+        """Width of all key (or value) heads together."""
+        return (self.num_kv_heads or 0) * (self.head_size or 0)
+
+
+class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the text comes from and how it becomes token ids. `path = None` is the corpus that CPython carries."""
+
+    path: str | None = None
+    validation_path: str | None = None
+    validation_fraction: Annotated[float, Meta(gt=0.0, lt=1.0)] = 0.1
+    tokenizer: str = "bpe"
+    field: str = "text"
+
+
+class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One training run. Lengths are in steps unless the name says otherwise; a step is one update of the weights."""
+
+    context: Size = 256
+    batch_size: Size = 16
+    accumulation: Size = 1
+    max_steps: Annotated[int, Meta(ge=0)] = 1000
+    lr: Positive = 1e-3
+    min_lr: Annotated[float, Meta(ge=0.0)] = 1e-4
+    warmup_steps: Annotated[int, Meta(ge=0)] = 100
+    beta1: Probability = 0.9
+    beta2: Probability = 0.95
+    weight_decay: Annotated[float, Meta(ge=0.0)] = 0.1
+    decay_embeddings: bool = True
+    grad_clip: Annotated[float, Meta(ge=0.0)] = 1.0
+    eval_every: Size = 100
+    eval_batches: Size = 20
+    log_every: Size = 10
+    seed: int = 1337
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a training recipe's file holds: the tables `[model]`, `[data]` and `[train]`."""
+
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+
+
+def presets() -> dict[str, Path]:
+    """Every preset by name: the files of `configs/`, inside the package when installed, beside it in a checkout."""
+    package = Path(__file__).parent
+    folder = next((f for f in (package / "configs", package.parent / "configs") if f.is_dir()), None)
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))} if folder else {}
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """The table in a TOML or JSON file. Raises ConfigError, naming the file, when it cannot be read as one."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})", "Check the path and its permissions.") from None
+    try:
+        text = raw.decode("utf-8-sig")
+        table = msgspec.toml.decode(text) if path.suffix == ".toml" else json.loads(text)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {raw[error.start]:#04x} at offset {error.start})") from None
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        kind = "TOML" if path.suffix == ".toml" else "JSON"
+        raise ConfigError(f"{path}: not valid {kind}: {error}") from None
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: holds {type(table).__name__} where a table of keys belongs")
+    return table
+
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def parse(table: dict[str, Any], kind: type[T], source: str) -> T:
+    """A table of keys as the struct `kind`. Raises ConfigError naming `source`, the key, and the nearest known key."""
+    try:
+        return msgspec.convert(table, kind)
+    except msgspec.ValidationError as error:
+        message, _, where = str(error).partition(" - at ")
+        where = where.strip("`").removeprefix("$").removeprefix(".")
+        unknown = re.search(r"unknown field `(.*)`", message)
+        if not unknown:
+            what = re.sub(r"^Object missing required field `(.*)`$", r"the key '\1' is missing", message)
+            raise ConfigError(f"{source}: {where + ': ' if where else ''}{what[:1].lower()}{what[1:]}") from None
+        struct = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig}.get(where, kind)
+        known = [field.name for field in msgspec.structs.fields(struct)]
+        near = difflib.get_close_matches(unknown[1], known, n=1)
+        hint = f"Did you mean '{near[0]}'?" if near else f"Known keys: {', '.join(known)}."
+        raise ConfigError(f"{source}: unknown key '{where + '.' if where else ''}{unknown[1]}'", hint) from None
+
+
+def model_table(table: dict[str, Any]) -> dict[str, Any]:
+    """The model's keys in a recipe (its `[model]`) or in a file that holds nothing else."""
+    inner = table.get("model", table)
+    return inner if isinstance(inner, dict) else {"model": inner}
+
+
+def with_settings(table: dict[str, Any], settings: list[str]) -> dict[str, Any]:
+    """A copy of a recipe's table with `--set section.key=value` applied; values are read as TOML, else as text."""
+    result = {key: dict(value) if isinstance(value, dict) else value for key, value in table.items()}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        section, dot, key = name.strip().partition(".")
+        if not (equals and dot and key) or section not in ("model", "data", "train"):
+            raise UsageError(
+                f"--set {setting}: not of the form section.key=value", "For example: --set train.lr=3e-4 (sections: model, data, train)."
+            )
+        try:
+            value = msgspec.toml.decode(f"value = {text}")["value"]
+        except (msgspec.DecodeError, KeyError):
+            value = text
+        result.setdefault(section, {})[key] = value
+    return result
+
+
+def read_recipe(path: Path, settings: list[str] | None = None) -> Recipe:
+    """A training recipe from a file, with command-line settings laid over it. Raises ConfigError."""
+    table = read_table(path)
+    if "model" not in table:
+        table = {"model": table}
+    return parse(with_settings(table, settings or []), Recipe, str(path))

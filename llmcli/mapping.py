@@ -1,0 +1,216 @@
+"""A file's tensors against a family's table: which of the file's tensors fills which of ours, decided from headers.
+
+Nothing is filled in and nothing dropped unsaid: a tensor that is missing, left over or misshapen is an error, and the
+error names them all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+
+import msgspec
+
+from llmcli import families, tensors
+from llmcli.config import ModelConfig
+from llmcli.errors import CheckpointError
+from llmcli.hf_config import HfConfig
+from llmcli.tensors import Comparison, TensorInfo
+from llmcli.tying import Evidence, Request, Side, Tie, decide
+
+EMBEDDING, HEAD, HEAD_BIAS = "token_embeddings.weight", "output_projection.weight", "output_projection.bias"
+
+_WRAPPERS = {"_orig_mod", "module"}  # torch.compile's and DataParallel's, anywhere in a name
+_BASES = {"model", "transformer", "language_model"}  # a model inside a model, in front of a name
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+_NOT_WEIGHTS = {
+    r"\.lora_[AB]\b|\.lora_embedding": "an adapter (LoRA), not a whole model: merge it into its base model first",
+    r"\.(qweight|qzeros|scales|weight_scale|weight_scale_inv|SCB|absmax|weight_packed)$": "quantised weights: get the original checkpoint",
+    r"^tok_embeddings\.weight$|\.attention\.wq\.weight$": "Meta's own layout, with q and k interleaved for RoPE: convert it to Hugging Face's (transformers has convert_llama_weights_to_hf.py)",
+}
+
+
+class Source(msgspec.Struct, frozen=True):
+    """Where one of our tensors lies: in the file's tensor `info`, which is stored (in, out) when `transposed`."""
+
+    tensor: families.Tensor
+    info: TensorInfo
+    transposed: bool
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """How a checkpoint fills a model. `config` has the tie as decided; `sources` every tensor of that config, by name."""
+
+    config: ModelConfig
+    tie: Tie
+    sources: dict[str, Source]
+    ignored: tuple[str, ...]
+    warnings: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def canonical(name: str) -> str:
+    """A tensor's name without the wrappers that compilers, trainers and base models put in front of it."""
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    while parts and parts[0] in _BASES:
+        parts.pop(0)
+    return ".".join(parts)
+
+
+def plan(
+    infos: Mapping[str, TensorInfo],
+    hf: HfConfig,
+    where: str,
+    *,
+    request: Request = "auto",
+    keep: Side | None = None,
+    compare: Callable[[TensorInfo, TensorInfo], Comparison] = tensors.compare,
+) -> Plan:
+    """Match a file's tensors to the table of its config and decide the tie. Raises CheckpointError beginning with `where`.
+
+    `compare` is called only when the file holds both an embedding and an output matrix of one shape.
+    """
+    by_name = _by_canonical_name(infos, where)
+    config = msgspec.structs.replace(hf.config, tie_word_embeddings=False)
+    family = families.get(config.family)
+    wanted = {tensor.name: tensor for tensor in family.tensors(config)}
+    candidates: dict[str, list[families.Tensor]] = {name: [tensor] for name, tensor in wanted.items()}
+    for tensor in family.alternative_tensors(config):
+        candidates[tensor.name].append(tensor)
+    found = {
+        name: (tensor, by_name[canonical(tensor.hf_name)])
+        for name, options in candidates.items()
+        if (tensor := next((t for t in options if canonical(t.hf_name) in by_name), None))
+    }
+
+    linear = _is_linear_layout(found.values())
+    sources, misshapen = {}, []
+    # An embedding and an output matrix of two shapes are a question for the tie table, which names both.
+    apart = {EMBEDDING, HEAD} <= found.keys() and found[EMBEDDING][1].shape != found[HEAD][1].shape
+    for name, (tensor, info) in found.items():
+        shape = tensor.hf_shape[::-1] if tensor.transposed and linear else tensor.hf_shape
+        if info.shape == shape:
+            sources[name] = Source(tensor, info, tensor.transposed and not linear)
+        elif not (apart and name in (EMBEDDING, HEAD)):
+            misshapen.append(f"{info.name} is {_shape(info.shape)}, the config makes it {_shape(shape)}")
+    missing = [tensor.hf_name for name, tensor in wanted.items() if name not in found and name not in (EMBEDDING, HEAD)]
+    used = {canonical(info.name) for _, info in found.values()}
+    ignorable = _patterns(family.ignorable)
+    ignored = sorted(info.name for key, info in by_name.items() if key not in used and ignorable.fullmatch(key))
+    left_over = sorted(info.name for key, info in by_name.items() if key not in used and not ignorable.fullmatch(key))
+    not_floats = sorted(info.name for _, info in found.values() if info.dtype not in _FLOATS)
+    _refuse(where, config, missing, misshapen, left_over, not_floats)
+
+    both = EMBEDDING in sources and HEAD in sources
+    comparison = compare(sources[EMBEDDING].info, sources[HEAD].info) if both else None
+    try:
+        tie = decide(
+            Evidence(
+                embedding=found[EMBEDDING][1].shape if EMBEDDING in found else None,
+                head=found[HEAD][1].shape if HEAD in found else None,
+                equal=comparison.equal if comparison else None,
+                max_difference=comparison.max_difference if comparison else None,
+                flag=hf.tie_flag,
+                tied_in_family=family.tied_in_hf,
+            ),
+            request,
+            keep,
+        )
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: {error.message}", error.hint) from None
+
+    warnings = [tie.warning] if tie.warning else []
+    sides = {"input": EMBEDDING, "output": HEAD}
+    filled = {name: source for name, source in sources.items() if name not in sides.values()}
+    filled[EMBEDDING] = sources[sides[tie.embedding_from]]
+    if tie.head_from:
+        filled[HEAD] = sources[sides[tie.head_from]]
+    elif HEAD_BIAS in filled:
+        warnings.append(f"the output's bias {filled.pop(HEAD_BIAS).info.name} is dropped: a tied output has none")
+    decided = families.complete(
+        msgspec.structs.replace(
+            hf.config,
+            tie_word_embeddings=tie.decision == "tie",
+            head_bias=HEAD_BIAS in filled,
+        )
+    )
+    order = [tensor.name for tensor in family.tensors(decided)]
+    return Plan(
+        config=decided,
+        tie=tie,
+        sources={name: filled[name] for name in order},
+        ignored=tuple(ignored),
+        warnings=tuple(warnings),
+        notes=hf.notes,
+    )
+
+
+def _by_canonical_name(infos: Mapping[str, TensorInfo], where: str) -> dict[str, TensorInfo]:
+    by_name: dict[str, TensorInfo] = {}
+    for name, info in infos.items():
+        for pattern, meaning in _NOT_WEIGHTS.items():
+            if re.search(pattern, name):
+                raise CheckpointError(f"{where}: tensor '{name}' belongs to {meaning.partition(':')[0]}", f"What to do:{meaning.partition(':')[2]}.")
+        key = canonical(name)
+        if key in by_name:
+            raise CheckpointError(f"{where}: '{by_name[key].name}' and '{name}' are the same tensor, '{key}'", "Keep one of them.")
+        by_name[key] = info
+    return by_name
+
+
+def _is_linear_layout(found: Iterable[tuple[families.Tensor, TensorInfo]]) -> bool:
+    """Whether a file whose table says Conv1D (in, out) was saved from Linear layers (out, in) instead.
+
+    A square matrix cannot tell, so the file's matrices that are not square decide for all of them.
+    """
+    telling = [(t, info) for t, info in found if t.transposed and t.hf_shape != t.hf_shape[::-1]]
+    return bool(telling) and all(info.shape == tensor.hf_shape[::-1] for tensor, info in telling)
+
+
+def _patterns(names: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(re.escape(canonical(name)).replace(r"\{i\}", r"\d+") for name in names) or r"(?!)")
+
+
+def _refuse(
+    where: str, config: ModelConfig, missing: list[str], misshapen: list[str], left_over: list[str], not_floats: list[str]
+) -> None:
+    problems = []
+    if missing:
+        problems.append(f"missing ({len(set(missing))}): {', '.join(grouped(missing))}")
+    if left_over:
+        problems.append(f"left over ({len(left_over)}): {', '.join(grouped(left_over))}")
+    if misshapen:
+        problems.append(f"misshapen ({len(misshapen)}): {'; '.join(misshapen)}")
+    if not_floats:
+        problems.append(f"not of a floating-point type ({len(not_floats)}): {', '.join(grouped(not_floats))}")
+    if problems:
+        raise CheckpointError(
+            f"{where}: the file does not hold what its config describes ({config.family}, {config.num_layers} layers, "
+            f"embed_dim {config.embed_dim})\n  " + "\n  ".join(problems),
+            "Either files are missing or damaged, or config.json belongs to another model. No weights were read.",
+        )
+
+
+def grouped(names: Iterable[str]) -> list[str]:
+    """Names that differ only in their first number, as one: `h.{0-11}.ln_1.weight`."""
+    groups: dict[str, list[int]] = {}
+    for name in dict.fromkeys(names):
+        number = re.search(r"\d+", name)
+        pattern = f"{name[: number.start()]}\0{name[number.end() :]}" if number else name
+        groups.setdefault(pattern, []).extend([int(number[0])] if number else [])
+    return [pattern.replace("\0", _ranges(numbers)) for pattern, numbers in groups.items()]
+
+
+def _ranges(numbers: list[int]) -> str:
+    runs: list[list[int]] = []
+    for n in sorted(numbers):
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return text if len(numbers) == 1 else f"{{{text}}}"
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(str(n) for n in shape)

@@ -1,0 +1,125 @@
+"""The decoder: token ids in, a score for every token of the vocabulary out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from llmcli import families
+from llmcli.cache import Cache
+from llmcli.config import ModelConfig
+from llmcli.errors import UsageError
+from llmcli.layers import Rotary, TokenEmbeddings, layer_norm, rms_norm
+
+
+class Decoder(nn.Module):
+    """A decoder-only language model of any family, from a complete config.
+
+    A tied output is the absence of a matrix: `output_projection` is None and the embedding scores the hidden states.
+    Without layers there is nothing to place or to normalise either: logits = scores(embed(ids)).
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config = families.complete(config)
+        family = families.get(config.family)
+        layered = config.num_layers > 0
+        self.token_embeddings = TokenEmbeddings(config.vocab_size, config.embed_dim, config.scale_embeddings)
+        self.position_embeddings = (
+            nn.Embedding(config.max_position_embeddings, config.embed_dim)
+            if family.learned_positions and layered
+            else None
+        )
+        self.rotary = (
+            None
+            if family.learned_positions
+            else Rotary(cast(int, config.head_size), cast(float, config.rope_theta), config.rope_scaling)
+        )
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(family.block(config, layer) for layer in range(config.num_layers))
+        self.final_norm: nn.Module | None = None
+        if family.final_norm and layered:
+            is_layer_norm = family.norm == "layer"
+            self.final_norm = layer_norm(config) if is_layer_norm else rms_norm(config, family.norm == "rms_plus_one")
+        self.output_projection = (
+            None
+            if config.tie_word_embeddings
+            else nn.Linear(config.embed_dim, config.vocab_size, bool(config.head_bias))
+        )
+
+    def forward(self, ids: Tensor, cache: Sequence[Cache] | None = None) -> Tensor:
+        """Logits (B, T, V) of ids (B, T); with a cache, ids are the positions that follow those it has seen.
+
+        Raises UsageError for an id outside the vocabulary, or a position past the last learned one.
+        """
+        self.check_ids(ids)
+        return self.scores(self.hidden(ids, cache))
+
+    def hidden(self, ids: Tensor, cache: Sequence[Cache] | None = None) -> Tensor:
+        """The states that the output scores, (B, T, d): after the last block and the final norm."""
+        x = self.token_embeddings(ids)
+        positions = self._positions(ids, cache)
+        if self.position_embeddings is not None:
+            x = x + self.position_embeddings(positions)
+        x = self.dropout(x)
+        rope = self.rotary(positions, x.dtype) if self.rotary is not None else None
+        for layer, block in enumerate(self.blocks):
+            x = block(x, rope, cache[layer] if cache is not None else None)
+        return self.final_norm(x) if self.final_norm is not None else x
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """Logits of hidden states: (B, T, d) -> (B, T, V)."""
+        if self.output_projection is None:
+            return self.token_embeddings.scores(hidden)
+        return cast(Tensor, self.output_projection(hidden))
+
+    def check_ids(self, ids: Tensor) -> None:
+        """Raise UsageError for ids that have no row in the embedding. On a GPU the check would stall it: not done."""
+        if torch.compiler.is_compiling() or ids.device.type != "cpu" or ids.numel() == 0:
+            return
+        low, high = (int(n) for n in torch.aminmax(ids))
+        if low < 0 or high >= self.config.vocab_size:
+            wrong = low if low < 0 else high
+            raise UsageError(
+                f"token id {wrong} is outside the vocabulary: vocab_size is {self.config.vocab_size}",
+                "The text was encoded with a tokenizer of another model.",
+            )
+
+    def _positions(self, ids: Tensor, cache: Sequence[Cache] | None) -> Tensor:
+        start = cache[0].length if cache else 0
+        end = start + ids.shape[1]
+        if self.position_embeddings is not None and end > self.config.max_position_embeddings:
+            raise UsageError(
+                f"position {end} is past the last one: the model has {self.config.max_position_embeddings} learned positions",
+                "Use a shorter text.",
+            )
+        return torch.arange(start, end, device=ids.device)
+
+    def initialise(self, seed: int) -> None:
+        """Fresh weights: every Linear and Embedding from N(0, initializer_range), biases 0, norms 1.
+
+        The draw is on the CPU and in the order of the names, so one seed gives the same model on every device.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            with torch.no_grad():
+                if "norm" in name.rsplit(".", 2)[-2] and name.endswith("weight"):
+                    plus_one = families.get(self.config.family).norm == "rms_plus_one"
+                    parameter.fill_(0.0 if plus_one else 1.0)
+                elif name.endswith("bias"):
+                    parameter.zero_()
+                else:
+                    values = torch.empty(parameter.shape).normal_(0, self.config.initializer_range, generator=generator)
+                    parameter.copy_(values)
+
+
+def build(config: ModelConfig, seed: int = 0) -> Decoder:
+    """A freshly initialised model in float32 on the CPU. Raises ConfigError for an impossible config."""
+    with torch.device("meta"):
+        model = Decoder(config)
+    model.to_empty(device="cpu")
+    model.initialise(seed)
+    return model

@@ -1,0 +1,44 @@
+"""Tiny randomised Hugging Face models of every family, written to disk by transformers itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+SIZES = {"vocab_size": 64, "max_position_embeddings": 64}
+ROPE = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    **SIZES,
+}
+GPT = {"vocab_size": 64, "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 4}
+
+CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "gpt": (transformers.OpenAIGPTConfig, GPT),
+    "gpt2": (transformers.GPT2Config, GPT),
+    "llama": (transformers.LlamaConfig, ROPE),
+    "mistral": (transformers.MistralConfig, {**ROPE, "sliding_window": 9, "head_dim": 8}),
+    "mixtral": (transformers.MixtralConfig, {**ROPE, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gemma": (transformers.GemmaConfig, {**ROPE, "num_key_value_heads": 1, "head_dim": 8}),
+}
+FAMILIES = tuple(CONFIGS)
+
+
+def make(family: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """A model of `family` with every parameter drawn at random (norms and biases too), saved in `folder`."""
+    kind, sizes = CONFIGS[family]
+    config = kind(**{**sizes, **changes})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.2, generator=generator)
+    model = model.to(dtype)
+    model.save_pretrained(folder)
+    return model
