@@ -30,7 +30,7 @@ SHARD_BYTES = 5 * 10**9
 
 
 def dtype_of(name: str | torch.dtype) -> torch.dtype:
-    """"float32" or "fp32", ... as torch's type. Raises UsageError naming the known ones."""
+    """ "float32" or "fp32", ... as torch's type. Raises UsageError naming the known ones."""
     if isinstance(name, torch.dtype):
         return name
     found = getattr(torch, SHORT_NAMES.get(name, name), None)
@@ -178,7 +178,9 @@ class writing:
             shutil.rmtree(self.aside, ignore_errors=True)
             self.aside.mkdir()
         except OSError as error:
-            raise CheckpointError(f"{self.folder}: cannot be written ({error.strerror})", "Choose another folder.") from None
+            raise CheckpointError(
+                f"{self.folder}: cannot be written ({error.strerror})", "Choose another folder."
+            ) from None
         return self.aside
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:

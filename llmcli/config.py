@@ -178,7 +178,8 @@ def with_settings(table: dict[str, Any], settings: list[str]) -> dict[str, Any]:
         section, dot, key = name.strip().partition(".")
         if not (equals and dot and key) or section not in ("model", "data", "train"):
             raise UsageError(
-                f"--set {setting}: not of the form section.key=value", "For example: --set train.lr=3e-4 (sections: model, data, train)."
+                f"--set {setting}: not of the form section.key=value",
+                "For example: --set train.lr=3e-4 (sections: model, data, train).",
             )
         try:
             value = msgspec.toml.decode(f"value = {text}")["value"]

@@ -184,12 +184,20 @@ def _rope(table: dict[str, Any], family: Family, source: str) -> dict[str, Any]:
     values: dict[str, Any] = {"rope_theta": family.hf_defaults["rope_theta"] if theta is None else theta}
     kind = given.get("rope_type", given.get("type", "default"))
     if given.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(f"{source}: {key}: partial_rotary_factor = {given['partial_rotary_factor']!r} is not supported")
+        raise ConfigError(
+            f"{source}: {key}: partial_rotary_factor = {given['partial_rotary_factor']!r} is not supported"
+        )
     if kind in (None, "default"):
         return values
-    known = {"linear": (), "llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate")}
+    known = {
+        "linear": (),
+        "llama3": ("low_freq_factor", "high_freq_factor"),
+        "yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate"),
+    }
     if kind not in known:
-        raise ConfigError(f"{source}: {key}: RoPE of type {kind!r} is not supported", f"Supported: default, {', '.join(known)}.")
+        raise ConfigError(
+            f"{source}: {key}: RoPE of type {kind!r} is not supported", f"Supported: default, {', '.join(known)}."
+        )
     scaling = {"type": kind, **{name: given[name] for name in ("factor", *known[kind]) if given.get(name) is not None}}
     if kind != "linear":
         original = table.get("original_max_position_embeddings", given.get("original_max_position_embeddings"))

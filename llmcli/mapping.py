@@ -150,10 +150,15 @@ def _by_canonical_name(infos: Mapping[str, TensorInfo], where: str) -> dict[str,
     for name, info in infos.items():
         for pattern, meaning in _NOT_WEIGHTS.items():
             if re.search(pattern, name):
-                raise CheckpointError(f"{where}: tensor '{name}' belongs to {meaning.partition(':')[0]}", f"What to do:{meaning.partition(':')[2]}.")
+                raise CheckpointError(
+                    f"{where}: tensor '{name}' belongs to {meaning.partition(':')[0]}",
+                    f"What to do:{meaning.partition(':')[2]}.",
+                )
         key = canonical(name)
         if key in by_name:
-            raise CheckpointError(f"{where}: '{by_name[key].name}' and '{name}' are the same tensor, '{key}'", "Keep one of them.")
+            raise CheckpointError(
+                f"{where}: '{by_name[key].name}' and '{name}' are the same tensor, '{key}'", "Keep one of them."
+            )
         by_name[key] = info
     return by_name
 
@@ -172,7 +177,12 @@ def _patterns(names: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def _refuse(
-    where: str, config: ModelConfig, missing: list[str], misshapen: list[str], left_over: list[str], not_floats: list[str]
+    where: str,
+    config: ModelConfig,
+    missing: list[str],
+    misshapen: list[str],
+    left_over: list[str],
+    not_floats: list[str],
 ) -> None:
     problems = []
     if missing:

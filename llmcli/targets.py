@@ -41,7 +41,9 @@ def read_hf_config(checkpoint: Path) -> HfConfig:
     """The `config.json` of a checkpoint folder (or beside a single file), with what it says of tying."""
     path = (checkpoint if checkpoint.is_dir() else checkpoint.parent) / "config.json"
     if not path.is_file():
-        raise CheckpointError(f"{path.parent}: no config.json", "A checkpoint is a folder with config.json and model.safetensors.")
+        raise CheckpointError(
+            f"{path.parent}: no config.json", "A checkpoint is a folder with config.json and model.safetensors."
+        )
     return hf_config.read(read_table(path), str(path))
 
 

@@ -55,7 +55,9 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8:
-                raise CheckpointError(f"{path}: {size} bytes, too short for a safetensors file", "It is truncated or empty; get it again.")
+                raise CheckpointError(
+                    f"{path}: {size} bytes, too short for a safetensors file", "It is truncated or empty; get it again."
+                )
             if length > min(size - 8, MAX_HEADER):
                 raise CheckpointError(
                     f"{path}: its header claims {length:,} bytes, the file has {size:,}",
@@ -63,11 +65,15 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
                 )
             raw = file.read(length)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})", "Check the path and its permissions.") from None
+        raise CheckpointError(
+            f"{path}: cannot be read ({error.strerror})", "Check the path and its permissions."
+        ) from None
     try:
         header = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: its header is not JSON ({error})", "It is not a safetensors file, or it is damaged.") from None
+        raise CheckpointError(
+            f"{path}: its header is not JSON ({error})", "It is not a safetensors file, or it is damaged."
+        ) from None
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: its header is not a table of tensors", "The file is damaged; get it again.")
     header.pop("__metadata__", None)
@@ -84,7 +90,9 @@ def _tensor_info(path: Path, name: str, entry: Any, data: int) -> TensorInfo:
         if not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers):
             raise ValueError
     except (TypeError, KeyError, ValueError):
-        raise CheckpointError(f"{path}: tensor '{name}' is not described as dtype, shape and data_offsets", "The file is damaged.") from None
+        raise CheckpointError(
+            f"{path}: tensor '{name}' is not described as dtype, shape and data_offsets", "The file is damaged."
+        ) from None
     if dtype not in SIZES:
         raise CheckpointError(
             f"{path}: tensor '{name}' has the unknown type {dtype!r}", f"Known types: {', '.join(SIZES)}."
@@ -102,7 +110,9 @@ def _check_cover(path: Path, infos: dict[str, TensorInfo], data: int, size: int)
     for info in sorted(infos.values(), key=lambda info: (info.start, info.end)):
         if info.start != position:
             kind = "overlaps another" if info.start < position else "leaves a gap before it"
-            raise CheckpointError(f"{path}: tensor '{info.name}' {kind} (offset {info.start - data:,})", "The file is damaged.")
+            raise CheckpointError(
+                f"{path}: tensor '{info.name}' {kind} (offset {info.start - data:,})", "The file is damaged."
+            )
         position = info.end
     if position != size:
         what = "truncated" if position > size else "followed by bytes that belong to no tensor"
@@ -178,7 +188,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
         return Checkpoint(read_header(single), (single,))
     here = sorted(p.name for p in path.iterdir())[:12] if path.is_dir() else []
     raise CheckpointError(
-        f"{path}: no model.safetensors and no model.safetensors.index.json" + ("" if path.is_dir() else " (no such folder)"),
+        f"{path}: no model.safetensors and no model.safetensors.index.json"
+        + ("" if path.is_dir() else " (no such folder)"),
         f"The folder holds: {', '.join(here)}." if here else "Check the path.",
     )
 
@@ -197,18 +208,28 @@ def _read_shards(folder: Path, index: Path) -> Checkpoint:
     shards = sorted(set(weight_map.values()))
     root = folder.resolve()
     if outside := [name for name in shards if "/" in name or "\\" in name or name in ("", ".", "..")]:
-        raise CheckpointError(f"{index}: names files outside its folder: {', '.join(outside)}", "Do not trust this checkpoint.")
+        raise CheckpointError(
+            f"{index}: names files outside its folder: {', '.join(outside)}", "Do not trust this checkpoint."
+        )
     if missing := [name for name in shards if not (folder / name).is_file()]:
-        raise CheckpointError(f"{index}: {len(missing)} of {len(shards)} shards are missing: {', '.join(missing)}", "Get the missing files.")
+        raise CheckpointError(
+            f"{index}: {len(missing)} of {len(shards)} shards are missing: {', '.join(missing)}",
+            "Get the missing files.",
+        )
     infos: dict[str, TensorInfo] = {}
     notes: list[str] = []
     for name in shards:
         for key, info in read_header(root / name).items():
             if key in infos:
-                raise CheckpointError(f"{folder}: tensor '{key}' is in {infos[key].file.name} and in {name}", "Remove one.")
+                raise CheckpointError(
+                    f"{folder}: tensor '{key}' is in {infos[key].file.name} and in {name}", "Remove one."
+                )
             infos[key] = info
     if absent := sorted(key for key in weight_map if key not in infos):
-        raise CheckpointError(f"{index}: names {len(absent)} tensors that no shard holds: {', '.join(absent)}", "The shards and the index do not belong together.")
+        raise CheckpointError(
+            f"{index}: names {len(absent)} tensors that no shard holds: {', '.join(absent)}",
+            "The shards and the index do not belong together.",
+        )
     if unnamed := sorted(key for key in infos if key not in weight_map):
         notes.append(f"the shards hold {len(unnamed)} tensors that the index does not name: {', '.join(unnamed)}")
     total = table.get("metadata", {}).get("total_size") if isinstance(table.get("metadata"), dict) else None

@@ -207,7 +207,7 @@ class Tokenizer:
     def _one_token_per_unit(self) -> dict[str, int] | bytes | None:
         """The lookup of a tokenizer in which every byte, or every character, is a token of its own; else None.
 
-        Such a vocabulary has no merges (they would make longer tokens), so one lookup replaces the BPE, 20 times faster.
+        Such a vocabulary has no merges (they would make longer tokens): a lookup does the BPE's work, and faster.
         """
         model, splitter = self.backend.model, self.backend.pre_tokenizer
         if not isinstance(model, models.BPE) or self.backend.normalizer is not None or not self._plain_added():
@@ -331,7 +331,7 @@ def characters(texts: Iterable[str], unknown: bool = False) -> Tokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Learn a byte-level BPE (GPT-2's pattern) of `vocab_size` tokens, all 256 bytes and `<|endoftext|>` (id 0) included.
+    """Learn a byte-level BPE (GPT-2's pattern); all 256 bytes and `<|endoftext|>` (id 0) count in `vocab_size`.
 
     The texts are read as one text in pieces: the same text gives the same file, wherever it was cut. A text that
     repeats too little gives fewer tokens. Raises TokenizerError for a `vocab_size` below 257.
@@ -516,8 +516,11 @@ def _read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str
     try:
         proto.ParseFromString(_read_bytes(path))
         pieces, trainer, rules = list(proto.pieces), proto.trainer_spec, proto.normalizer_spec
-        if not pieces or trainer.model_type not in (1, 2) or trainer.treat_whitespace_as_suffix:
-            raise ValueError("no BPE or unigram model with spaces before words")
+        if not pieces:
+            raise _damaged(path, "no pieces in it")
+        if trainer.model_type not in (1, 2) or trainer.treat_whitespace_as_suffix:
+            message = f"{path} is a SentencePiece model of words, of characters, or with spaces after words."
+            raise TokenizerError(message, "llmcli reads BPE and unigram models with spaces before words.")
         model: Any = _sentencepiece_model(pieces, trainer)
         steps: list[Any] = []
         if rules.precompiled_charsmap:

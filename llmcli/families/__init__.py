@@ -177,7 +177,17 @@ def get(name: str) -> Family:
     return family
 
 
-_OPTIONAL = ("num_kv_heads", "head_size", "window_size", "num_experts", "top_k_experts", "rope_theta", "rope_scaling", "bias", "head_bias")
+_OPTIONAL = (
+    "num_kv_heads",
+    "head_size",
+    "window_size",
+    "num_experts",
+    "top_k_experts",
+    "rope_theta",
+    "rope_scaling",
+    "bias",
+    "head_bias",
+)
 
 
 def complete(config: ModelConfig, source: str = "") -> ModelConfig:
@@ -207,7 +217,9 @@ def complete(config: ModelConfig, source: str = "") -> ModelConfig:
     assert result.num_kv_heads is not None and result.head_size is not None
 
     for key in _OPTIONAL:
-        meant = family.defaults.get(key, {"num_kv_heads": result.num_heads, "head_size": result.embed_dim // result.num_heads}.get(key))
+        meant = family.defaults.get(
+            key, {"num_kv_heads": result.num_heads, "head_size": result.embed_dim // result.num_heads}.get(key)
+        )
         meant = meant(config) if callable(meant) else meant
         if key not in family.keys and getattr(result, key) not in (None, False, meant):
             raise ConfigError(

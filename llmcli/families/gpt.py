@@ -35,7 +35,12 @@ HEAD = (
 )
 WEIGHTS = (
     Weight("token_embeddings.weight", "transformer.tokens_embed.weight", "vocab_size embed_dim"),
-    Weight("position_embeddings.weight", "transformer.positions_embed.weight", "max_position_embeddings embed_dim", when="num_layers"),
+    Weight(
+        "position_embeddings.weight",
+        "transformer.positions_embed.weight",
+        "max_position_embeddings embed_dim",
+        when="num_layers",
+    ),
     *BLOCK,
     *HEAD,
 )

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 WEIGHTS = (
     Weight("token_embeddings.weight", "transformer.wte.weight", "vocab_size embed_dim"),
-    Weight("position_embeddings.weight", "transformer.wpe.weight", "max_position_embeddings embed_dim", when="num_layers"),
+    Weight(
+        "position_embeddings.weight", "transformer.wpe.weight", "max_position_embeddings embed_dim", when="num_layers"
+    ),
     *BLOCK,
     Weight("final_norm.weight", "transformer.ln_f.weight", "embed_dim", when="num_layers"),
     Weight("final_norm.bias", "transformer.ln_f.bias", "embed_dim", when="num_layers bias"),

@@ -22,8 +22,24 @@ EXPERTS = (
 STACKED, GATE_UP = "model.layers.{i}.mlp", "hidden_dim hidden_dim"
 STACKED_EXPERTS = (
     Weight(f"{OURS}.router.weight", f"{STACKED}.gate.weight", "num_experts embed_dim"),
-    Weight(f"{OURS}.experts.{{e}}.gate.weight", f"{STACKED}.experts.gate_up_proj", "hidden_dim embed_dim", False, GATE_UP, 0, True),
-    Weight(f"{OURS}.experts.{{e}}.up.weight", f"{STACKED}.experts.gate_up_proj", "hidden_dim embed_dim", False, GATE_UP, 1, True),
+    Weight(
+        f"{OURS}.experts.{{e}}.gate.weight",
+        f"{STACKED}.experts.gate_up_proj",
+        "hidden_dim embed_dim",
+        False,
+        GATE_UP,
+        0,
+        True,
+    ),
+    Weight(
+        f"{OURS}.experts.{{e}}.up.weight",
+        f"{STACKED}.experts.gate_up_proj",
+        "hidden_dim embed_dim",
+        False,
+        GATE_UP,
+        1,
+        True,
+    ),
     Weight(f"{OURS}.experts.{{e}}.down.weight", f"{STACKED}.experts.down_proj", "embed_dim hidden_dim", stacked=True),
 )
 

@@ -1,0 +1,5 @@
+"""python -m llmcli"""
+
+from llmcli.cli import main
+
+main()

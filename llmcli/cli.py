@@ -1,0 +1,86 @@
+"""Finds the commands, makes the app of them, and turns a refusal into a short message and an exit code."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from llmcli import __version__, commands, output
+from llmcli.errors import LlmcliError, UsageError
+
+INTERRUPTED = 130
+
+
+def make_app() -> typer.Typer:
+    """The Typer app: every file in `commands/` is one command, named after the file."""
+    app = typer.Typer(
+        name="llmcli",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    for module in pkgutil.iter_modules(commands.__path__):
+        run = importlib.import_module(f"{commands.__name__}.{module.name}").run
+        app.command(module.name.replace("_", "-"))(run)
+
+    app.callback()(top)
+    return app
+
+
+def show_version(wanted: bool) -> None:
+    """--version: print it and stop."""
+    if wanted:
+        output.write(f"llmcli {__version__}\n")
+        raise typer.Exit
+
+
+def top(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Train and inspect decoder-only language models."""
+
+
+def main() -> None:
+    """The console script: run the command line and exit with 0, 1 (failure), 2 (usage) or 130 (interrupted)."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line and return its exit code; nothing but a message ever reaches the user."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal that cannot show a character gets its escape, not a crash
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        code: Any = make_app()(arguments, prog_name="llmcli", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except LlmcliError as refusal:
+        output.error(refusal)
+        return refusal.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if hasattr(error, "format_message"):  # Typer's own complaint about the command line
+            context = getattr(error, "ctx", None)
+            path = context.command_path if context else "llmcli"
+            output.error(UsageError(error.format_message(), f"See {path} --help."))
+            return UsageError.exit_code
+        if os.environ.get("LLMCLI_TRACEBACK"):
+            raise
+        output.error(
+            LlmcliError(
+                f"{type(error).__name__}: {error}",
+                "This is a fault in llmcli; set LLMCLI_TRACEBACK=1 to see where, and please report it.",
+            )
+        )
+        return 1

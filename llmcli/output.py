@@ -1,0 +1,113 @@
+"""The only file that prints: results to stdout (a table or JSON), everything else to stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from llmcli.errors import LlmcliError
+
+T = TypeVar("T")
+
+
+def console(stderr: bool = False) -> Console:
+    """A rich console for stdout or stderr; without a terminal it neither colours nor wraps."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    # In a pipe a table must not be folded to 80 columns: whoever reads it wants whole lines.
+    width = None if stream.isatty() else 200
+    return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False)
+
+
+def emit(result: T, view: Callable[[T], RenderableType], as_json: bool) -> None:
+    """Show a command's result: its view on a console, or the result itself as JSON."""
+    if as_json:
+        emit_json(result)
+    else:
+        out = console()
+        with out.capture() as captured:
+            out.print(view(result))
+        write(
+            "\n".join(line.rstrip() for line in captured.get().split("\n")) if not out.is_terminal else captured.get()
+        )
+
+
+def emit_json(result: Any, indent: bool = True) -> None:
+    """A result as JSON on stdout; without `indent` one line, flushed, for streams of events."""
+    encoded = msgspec.json.encode(result)
+    write((msgspec.json.format(encoded, indent=2) if indent else encoded).decode() + "\n")
+
+
+def write(text: str) -> None:
+    """Text to stdout as it is, at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def note(text: str) -> None:
+    """Something worth knowing, on stderr."""
+    _say("note", "cyan", text)
+
+
+def warn(text: str) -> None:
+    """Something that may be wrong, on stderr."""
+    _say("warning", "yellow", text)
+
+
+def error(refusal: LlmcliError) -> None:
+    """A refusal on stderr: what is wrong, then what to do."""
+    _say("error", "bold red", refusal.message)
+    if refusal.hint:
+        _say("  hint", "dim", refusal.hint)
+
+
+def _say(label: str, style: str, text: str) -> None:
+    from rich.text import Text
+
+    console(stderr=True).print(Text.assemble((f"{label}: ", style), text), soft_wrap=True)
+
+
+def quantity(number: float) -> str:
+    """A count with a unit a person reads: 124.4 M, 2.51 B."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size:
+            return f"{number / size:.4g} {unit}"
+    return f"{number:g}"
+
+
+def size(count: float) -> str:
+    """A number of bytes with a unit: 1.05 GB (powers of ten)."""
+    for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(count) >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count:g} B"
+
+
+@contextmanager
+def progress(what: str, total: float | None = None, unit: str = "") -> Iterator[Callable[[float], None]]:
+    """A progress bar on stderr while the block runs; call what it yields with each amount done.
+
+    On a terminal only: in a pipe long work stays quiet.
+    """
+    if not sys.stderr.isatty():
+        yield lambda amount: None
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[done]}"), TimeRemainingColumn())
+    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total, done="")
+
+        def advance(amount: float) -> None:
+            bar.advance(task, amount)
+            bar.update(task, done=f"{quantity(bar.tasks[0].completed)} {unit}".rstrip())
+
+        yield advance
