@@ -157,7 +157,7 @@ def parse(table: dict[str, Any], kind: type[T], source: str) -> T:
         if not unknown:
             what = re.sub(r"^Object missing required field `(.*)`$", r"the key '\1' is missing", message)
             raise ConfigError(f"{source}: {where + ': ' if where else ''}{what[:1].lower()}{what[1:]}") from None
-        struct = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig}.get(where, kind)
+        struct: Any = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig}.get(where, kind)
         known = [field.name for field in msgspec.structs.fields(struct)]
         near = difflib.get_close_matches(unknown[1], known, n=1)
         hint = f"Did you mean '{near[0]}'?" if near else f"Known keys: {', '.join(known)}."

@@ -68,7 +68,7 @@ class Decoder(nn.Module):
         rope = self.rotary(positions, x.dtype) if self.rotary is not None else None
         for layer, block in enumerate(self.blocks):
             x = block(x, rope, cache[layer] if cache is not None else None)
-        return self.final_norm(x) if self.final_norm is not None else x
+        return cast(Tensor, self.final_norm(x)) if self.final_norm is not None else cast(Tensor, x)
 
     def scores(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states: (B, T, d) -> (B, T, V)."""
@@ -93,7 +93,8 @@ class Decoder(nn.Module):
         end = start + ids.shape[1]
         if self.position_embeddings is not None and end > self.config.max_position_embeddings:
             raise UsageError(
-                f"position {end} is past the last one: the model has {self.config.max_position_embeddings} learned positions",
+                f"position {end} is past the last one: the model has "
+                f"{self.config.max_position_embeddings} learned positions",
                 "Use a shorter text.",
             )
         return torch.arange(start, end, device=ids.device)

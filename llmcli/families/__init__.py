@@ -198,41 +198,43 @@ def complete(config: ModelConfig, source: str = "") -> ModelConfig:
     """
     where = f"{source}: " if source else ""
     family = get(config.family)
-    filled: dict[str, Any] = {}
-    for key, default in {"num_kv_heads": config.num_heads, "head_size": None, **family.defaults}.items():
-        if getattr(config, key) is None:
-            filled[key] = default(config) if callable(default) else default
-    if config.head_size is None:
-        if config.embed_dim % config.num_heads:
-            raise ConfigError(
-                f"{where}embed_dim {config.embed_dim} does not divide by num_heads {config.num_heads}",
-                "Choose sizes that divide, or set head_size where the family has it.",
-            )
-        filled["head_size"] = config.embed_dim // config.num_heads
+    if config.tie_word_embeddings and config.head_bias:
+        raise ConfigError(
+            f"{where}head_bias = true with tie_word_embeddings = true",
+            "A tied output has no bias: leave one of them out.",
+        )
+    if config.embed_dim % config.num_heads and (config.head_size is None or "head_size" not in family.keys):
+        raise ConfigError(
+            f"{where}embed_dim {config.embed_dim} does not divide by num_heads {config.num_heads}",
+            "Choose sizes that divide, or set head_size in a family that has it.",
+        )
+    implied = {
+        "num_kv_heads": config.num_heads,
+        "head_size": config.embed_dim // config.num_heads,
+        **{key: value(config) if callable(value) else value for key, value in family.defaults.items()},
+    }
     if config.tie_word_embeddings:
-        if config.head_bias:
-            raise ConfigError(f"{where}head_bias = true with a tied output", "A tied output has no bias of its own.")
-        filled["head_bias"] = False
+        implied["head_bias"] = False
+    filled = {key: value for key, value in implied.items() if getattr(config, key) is None}
     result = msgspec.structs.replace(config, **filled)
-    assert result.num_kv_heads is not None and result.head_size is not None
 
     for key in _OPTIONAL:
-        meant = family.defaults.get(
-            key, {"num_kv_heads": result.num_heads, "head_size": result.embed_dim // result.num_heads}.get(key)
-        )
-        meant = meant(config) if callable(meant) else meant
-        if key not in family.keys and getattr(result, key) not in (None, False, meant):
+        value = getattr(result, key)
+        if key not in family.keys and value not in (None, False, implied.get(key)):
             raise ConfigError(
-                f"{where}{key} = {msgspec.to_builtins(getattr(result, key))}: the family {family.name} has no such thing",
+                f"{where}{key} = {msgspec.to_builtins(value)}: the family {family.name} has no such thing",
                 f"Leave {key} out, or choose a family that has it.",
             )
-    if result.num_heads % result.num_kv_heads:
+    if result.num_heads % (result.num_kv_heads or 1):
         raise ConfigError(
             f"{where}num_heads {result.num_heads} does not divide by num_kv_heads {result.num_kv_heads}",
             "Each key/value head serves the same number of query heads.",
         )
-    if "rope_theta" in family.keys and result.head_size % 2:
-        raise ConfigError(f"{where}head_size {result.head_size} is odd", "RoPE rotates pairs of dimensions.")
+    if "rope_theta" in family.keys and (result.head_size or 0) % 2:
+        raise ConfigError(f"{where}head_size {result.head_size} is odd", "RoPE turns pairs of dimensions.")
     if (result.top_k_experts or 0) > (result.num_experts or 0):
-        raise ConfigError(f"{where}top_k_experts {result.top_k_experts} is more than num_experts {result.num_experts}")
+        raise ConfigError(
+            f"{where}top_k_experts {result.top_k_experts} is more than num_experts {result.num_experts}",
+            "A token cannot use more experts than there are.",
+        )
     return result

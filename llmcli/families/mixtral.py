@@ -1,4 +1,4 @@
-"""Mixtral (Mistral AI, 2024; arXiv:2401.04088): Mistral's attention, and SwiGLU experts of which each token uses a few."""
+"""Mixtral (Mistral AI, 2024; arXiv:2401.04088): Mistral's attention, SwiGLU experts, a few for each token."""
 
 from __future__ import annotations
 
