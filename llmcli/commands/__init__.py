@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from llmcli.mapping import Plan
+    from llmcli.model import Decoder
 
 Checkpoint = Annotated[
     str,
@@ -19,3 +23,23 @@ Keep = Annotated[
     Literal["input", "output"] | None,
     typer.Option(help="With --tie tie on two different matrices: which one stays."),
 ]
+
+
+def open_model(
+    checkpoint: str,
+    tie: Literal["auto", "tie", "untie"] = "auto",
+    keep: Literal["input", "output"] | None = None,
+    dtype: str | None = None,
+) -> tuple[Decoder, Plan]:
+    """The model of a checkpoint that a command was given, in eval mode, and how it was found; warnings go to stderr.
+
+    Raises a subclass of LlmcliError for every refusal.
+    """
+    from llmcli import checkpoint as checkpoints
+    from llmcli.output import warn
+    from llmcli.targets import find_checkpoint
+
+    model, plan = checkpoints.load(find_checkpoint(checkpoint), dtype=dtype, tie=tie, keep=keep)
+    for warning in plan.warnings:
+        warn(warning)
+    return model, plan
