@@ -31,14 +31,17 @@ FAMILIES = tuple(CONFIGS)
 
 
 def make(family: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """A model of `family` with every parameter drawn at random (norms and biases too), saved in `folder`."""
+    """A model of `family` with every parameter drawn at random (norms and biases too), saved in `folder`.
+
+    The spread is wide enough that a swap of any two tensors moves the logits by more than a parity test allows.
+    """
     kind, sizes = CONFIGS[family]
     config = kind(**{**sizes, **changes})
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.normal_(0, 0.2, generator=generator)
+            parameter.normal_(0, 0.4, generator=generator)
     model = model.to(dtype)
     model.save_pretrained(folder)
     return model
