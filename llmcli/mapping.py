@@ -57,21 +57,30 @@ def canonical(name: str) -> str:
     return ".".join(parts)
 
 
-def plan(
-    infos: Mapping[str, TensorInfo],
-    hf: HfConfig,
-    where: str,
-    *,
-    request: Request = "auto",
-    keep: Side | None = None,
-    compare: Callable[[TensorInfo, TensorInfo], Comparison] = tensors.compare,
-) -> Plan:
-    """Match a file's tensors to the table of its config and decide the tie. Raises CheckpointError beginning with `where`.
+class Match(msgspec.Struct, frozen=True, kw_only=True):
+    """A file's tensors beside the table of a config: what fills what, and all that does not fit, none of it judged yet.
 
-    `compare` is called only when the file holds both an embedding and an output matrix of one shape.
+    `found` is every tensor of ours (by our name) of which the file has one by name, `sources` those whose shape fits
+    too. An embedding and an output matrix are never `missing`: the tie table decides what their absence means.
+    """
+
+    found: dict[str, tuple[families.Tensor, TensorInfo]]
+    sources: dict[str, Source]
+    missing: tuple[str, ...]
+    left_over: tuple[str, ...]
+    misshapen: tuple[str, ...]
+    not_floats: tuple[str, ...]
+    ignored: tuple[str, ...]
+
+
+def match(infos: Mapping[str, TensorInfo], config: ModelConfig, where: str) -> Match:
+    """Match a file's tensors to a family's table, from headers alone.
+
+    Raises CheckpointError beginning with `where` when two names mean the same tensor, or when the file holds an
+    adapter, quantised weights or another project's layout.
     """
     by_name = _by_canonical_name(infos, where)
-    config = msgspec.structs.replace(hf.config, tie_word_embeddings=False)
+    config = msgspec.structs.replace(config, tie_word_embeddings=False)
     family = families.get(config.family)
     wanted = {tensor.name: tensor for tensor in family.tensors(config)}
     candidates: dict[str, list[families.Tensor]] = {name: [tensor] for name, tensor in wanted.items()}
@@ -99,7 +108,34 @@ def plan(
     ignored = sorted(info.name for key, info in by_name.items() if key not in used and ignorable.fullmatch(key))
     left_over = sorted(info.name for key, info in by_name.items() if key not in used and not ignorable.fullmatch(key))
     not_floats = sorted(info.name for _, info in found.values() if info.dtype not in _FLOATS)
-    _refuse(where, config, missing, misshapen, left_over, not_floats)
+    return Match(
+        found=found,
+        sources=sources,
+        missing=tuple(dict.fromkeys(missing)),
+        left_over=tuple(left_over),
+        misshapen=tuple(misshapen),
+        not_floats=tuple(not_floats),
+        ignored=tuple(ignored),
+    )
+
+
+def plan(
+    infos: Mapping[str, TensorInfo],
+    hf: HfConfig,
+    where: str,
+    *,
+    request: Request = "auto",
+    keep: Side | None = None,
+    compare: Callable[[TensorInfo, TensorInfo], Comparison] = tensors.compare,
+) -> Plan:
+    """Match a file's tensors to the table of its config and decide the tie. Raises CheckpointError beginning with `where`.
+
+    `compare` is called only when the file holds both an embedding and an output matrix of one shape.
+    """
+    family = families.get(hf.config.family)
+    matched = match(infos, hf.config, where)
+    found, sources = matched.found, matched.sources
+    _refuse(where, hf.config, matched)
 
     both = EMBEDDING in sources and HEAD in sources
     comparison = compare(sources[EMBEDDING].info, sources[HEAD].info) if both else None
@@ -139,7 +175,7 @@ def plan(
         config=decided,
         tie=tie,
         sources={name: filled[name] for name in order},
-        ignored=tuple(ignored),
+        ignored=matched.ignored,
         warnings=tuple(warnings),
         notes=hf.notes,
     )
@@ -176,22 +212,15 @@ def _patterns(names: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(re.escape(canonical(name)).replace(r"\{i\}", r"\d+") for name in names) or r"(?!)")
 
 
-def _refuse(
-    where: str,
-    config: ModelConfig,
-    missing: list[str],
-    misshapen: list[str],
-    left_over: list[str],
-    not_floats: list[str],
-) -> None:
+def _refuse(where: str, config: ModelConfig, matched: Match) -> None:
     problems = []
-    if missing:
-        problems.append(f"missing ({len(set(missing))}): {', '.join(grouped(missing))}")
-    if left_over:
+    if missing := matched.missing:
+        problems.append(f"missing ({len(missing)}): {', '.join(grouped(missing))}")
+    if left_over := matched.left_over:
         problems.append(f"left over ({len(left_over)}): {', '.join(grouped(left_over))}")
-    if misshapen:
+    if misshapen := matched.misshapen:
         problems.append(f"misshapen ({len(misshapen)}): {'; '.join(misshapen)}")
-    if not_floats:
+    if not_floats := matched.not_floats:
         problems.append(f"not of a floating-point type ({len(not_floats)}): {', '.join(grouped(not_floats))}")
     if problems:
         raise CheckpointError(

@@ -10,13 +10,16 @@ import mmap
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from llmcli.errors import CheckpointError
+
+# numpy is imported where values are read: checking headers must cost neither its time nor its memory.
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 MAX_HEADER = 100_000_000
 """The longest header that safetensors' own reader accepts, in bytes."""
@@ -68,6 +71,14 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         raise CheckpointError(
             f"{path}: cannot be read ({error.strerror})", "Check the path and its permissions."
         ) from None
+    return parse_header(raw, path, size)
+
+
+def parse_header(raw: bytes, path: Path, size: int) -> dict[str, TensorInfo]:
+    """The tensors that a header describes: `raw` is its JSON, `size` the bytes of the whole file `path`.
+
+    Raises CheckpointError as `read_header` does, of which this is the part that needs no file.
+    """
     try:
         header = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -77,7 +88,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: its header is not a table of tensors", "The file is damaged; get it again.")
     header.pop("__metadata__", None)
-    data = 8 + length
+    data = 8 + len(raw)
     infos = {name: _tensor_info(path, name, entry, data) for name, entry in header.items()}
     _check_cover(path, infos, data, size)
     return infos
@@ -123,6 +134,8 @@ def _check_cover(path: Path, infos: dict[str, TensorInfo], data: int, size: int)
 
 def read_array(info: TensorInfo) -> npt.NDArray[Any]:
     """The stored values, memory-mapped and read-only; bfloat16 as the uint16 of its bits. Raises CheckpointError."""
+    import numpy as np
+
     if info.dtype not in _NUMPY:
         raise CheckpointError(f"{info.file}: tensor '{info.name}' is {info.dtype}, a type that is not read here")
     dtype = np.dtype(_NUMPY[info.dtype])
@@ -135,6 +148,8 @@ def read_array(info: TensorInfo) -> npt.NDArray[Any]:
 
 def as_float32(array: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float32]:
     """Stored values (as `read_array` gives them) as float32; exact for bfloat16 and float16."""
+    import numpy as np
+
     if dtype == "BF16":
         return (array.astype(np.uint32) << 16).view(np.float32)
     return np.ascontiguousarray(array, dtype=np.float32)
@@ -156,6 +171,8 @@ class Comparison(msgspec.Struct, frozen=True):
 
 def compare(a: TensorInfo, b: TensorInfo) -> Comparison:
     """Two tensors of one shape, in chunks. NaN equals NaN in the same place; otherwise its difference is NaN."""
+    import numpy as np
+
     rows = max(1, (1 << 22) // max(1, prod(a.shape[1:])))
     equal, largest = True, 0.0
     for (_, x), (_, y) in zip(row_chunks(a, rows), row_chunks(b, rows), strict=True):
