@@ -1,0 +1,127 @@
+"""The command line as a shell meets it: exit codes, streams, refusals without tracebacks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llmcli import cli, commands, errors, output
+
+
+def llmcli(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """One run of the real entry point."""
+    return subprocess.run(
+        [sys.executable, "-m", "llmcli", *map(str, arguments)],
+        capture_output=True,
+        encoding="utf-8",
+        env={**os.environ, **environment},
+        timeout=120,
+    )
+
+
+def test_help_names_every_file_in_commands() -> None:
+    shown = llmcli("--help").stdout
+    files = [path.stem for path in Path(commands.__file__).parent.glob("*.py") if path.stem != "__init__"]
+    assert len(files) >= 5
+    for name in files:
+        assert name.replace("_", "-") in shown
+
+
+def test_every_command_explains_itself_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    for path in Path(commands.__file__).parent.glob("*.py"):
+        if path.stem != "__init__":
+            name = path.stem.replace("_", "-")
+            assert cli.run([name, "--help"]) == 0
+            assert f"llmcli {name}" in capsys.readouterr().out.split("Usage", 1)[1].split("\n", 1)[1], name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["count-params", "gpt-two"], 2, "gpt-two: no such file or folder"),
+        (["count-params"], 2, "Missing argument"),
+        (["count-params", "gpt2", "--bogus"], 2, "--bogus"),
+        (["cuont-params"], 2, "count-params"),
+        (["generate", "/nowhere/at all"], 2, "/nowhere/at all"),
+        (["load-hf", "/nowhere"], 2, "/nowhere"),
+        (["nearest-tokens", "/nowhere", "x"], 2, "/nowhere"),
+    ],
+)
+def test_a_refusal_is_a_message_and_a_hint_on_stderr(arguments: list[str], code: int, said: str) -> None:
+    result = llmcli(*arguments)
+    assert result.returncode == code
+    assert result.stdout == ""
+    assert said in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert "hint: " in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_failure_and_usage_have_codes_of_their_own(tmp_path: Path) -> None:
+    broken = tmp_path / "config.json"
+    broken.write_text("{")
+    assert llmcli("count-params", broken).returncode == errors.ConfigError.exit_code == 1
+    assert errors.UsageError.exit_code == 2
+
+
+def test_a_fault_of_our_own_is_a_message_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("the wheels came off")
+
+    monkeypatch.setattr(cli, "make_app", fail)
+    monkeypatch.delenv("LLMCLI_TRACEBACK", raising=False)
+    assert cli.run([]) == 1
+    said = capsys.readouterr().err
+    assert "RuntimeError: the wheels came off" in said
+    assert "report" in said
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, cli.typer.Abort])
+def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch, interrupt: type[BaseException]) -> None:
+    def fail() -> None:
+        raise interrupt
+
+    monkeypatch.setattr(cli, "make_app", fail)
+    assert cli.run([]) == 130
+
+
+def test_json_is_the_only_thing_on_stdout_and_tables_have_no_colour_in_a_pipe() -> None:
+    assert json.loads(llmcli("count-params", "glasslm", "--json", FORCE_COLOR="1").stdout)["total"] == 852_608
+    table = llmcli("count-params", "glasslm", "gpt2", COLUMNS="40").stdout
+    assert "\x1b" not in table
+    assert "852,608" in table
+    assert "124,439,808" in table
+
+
+def test_a_locale_without_utf8_is_no_obstacle() -> None:
+    result = llmcli("count-params", "gpt1", "mixtral-8x7b", LC_ALL="C", PYTHONIOENCODING="ascii")
+    assert result.returncode == 0
+    assert "46,702,792,704" in result.stdout
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    run = f"{sys.executable} -m llmcli count-params gpt2 --json | head -c 1; exit ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", run], capture_output=True, text=True, timeout=60)
+    assert result.returncode in (0, 141)
+    assert result.stderr == ""
+
+
+def test_paths_with_spaces_equals_and_accents_work(tmp_path: Path) -> None:
+    path = tmp_path / "a b=c é" / "config.json"
+    path.parent.mkdir()
+    path.write_text('{"family": "gpt", "vocab_size": 50, "embed_dim": 32, "num_heads": 4, "num_layers": 2}')
+    assert json.loads(llmcli("count-params", path, "--json").stdout)["saved_by_tying"] == 50 * 32 + 50
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0"), (999, "999"), (1000, "1 k"), (852_608, "852.6 k"), (2_506_172_416, "2.506 B")]
+)
+def test_quantities_are_written_with_a_unit(number: int, text: str) -> None:
+    assert output.quantity(number) == text

@@ -1,0 +1,119 @@
+"""Configurations are read strictly: what is wrong is named, with the file and the nearest right word."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmcli import families
+from llmcli.config import ModelConfig, Recipe, parse, presets, read_recipe, read_table, with_settings
+from llmcli.errors import ConfigError, LlmcliError, UsageError
+from llmcli.targets import read_config
+
+MODEL = {"family": "llama", "vocab_size": 64, "embed_dim": 16, "num_layers": 2, "num_heads": 4}
+
+
+def test_every_preset_reads_completes_and_says_where_its_sizes_come_from() -> None:
+    assert {"gpt1", "gpt2", "gemma-2b", "llama-7b", "mixtral-8x7b", "glasslm"} <= presets().keys()
+    for name, path in presets().items():
+        config = read_config(name)
+        assert families.complete(config) == config
+        assert path.read_text().startswith("# "), f"{name} does not say what it is"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("vocabsize", 64, "unknown key 'vocabsize'\nDid you mean 'vocab_size'?"),
+        ("num_layers", -3, "num_layers: expected `int` >= 0"),
+        ("num_heads", "four", "num_heads: expected `int`, got `str`"),
+        ("embed_dim", 1.5, "embed_dim: expected `int`, got `float`"),
+        ("vocab_size", 10**12, "vocab_size: expected `int` <="),
+        ("dropout", 1.0, "dropout: expected `float` < 1.0"),
+        ("tie_word_embeddings", "yes", "tie_word_embeddings: expected `bool`, got `str`"),
+        ("rope_scaling", {"type": "dynamic"}, "rope_scaling.type: invalid enum value 'dynamic'"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named_with_its_file(tmp_path: Path, key: str, value: object, message: str) -> None:
+    path = tmp_path / "my model.json"
+    path.write_text(json.dumps({**MODEL, key: value}))
+    with pytest.raises(ConfigError) as caught:
+        read_config(path)
+    assert str(caught.value).startswith(f"{path}: {message}")
+
+
+def test_a_missing_key_is_named() -> None:
+    with pytest.raises(ConfigError, match="config: the key 'num_heads' is missing"):
+        parse({key: value for key, value in MODEL.items() if key != "num_heads"}, ModelConfig, "config")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\xff\xfe\x00", "not UTF-8 text (byte 0xff at offset 0)"),
+        (b"[1, 2]", "holds list where a table of keys belongs"),
+        (b"{", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b"", "not valid JSON"),
+    ],
+)
+def test_a_file_that_is_no_table_is_refused_with_its_name(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        read_table(path)
+    assert str(caught.value).startswith(f"{path}: {message}")
+
+
+def test_a_byte_order_mark_is_no_obstacle(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(MODEL).encode())
+    assert read_config(path).vocab_size == 64
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_whatever_make_the_reader_raise_anything_else(
+    tmp_path_factory: pytest.TempPathFactory, raw: bytes
+) -> None:
+    for suffix in ("json", "toml"):
+        path = tmp_path_factory.getbasetemp() / f"fuzz.{suffix}"
+        path.write_bytes(raw)
+        with contextlib.suppress(LlmcliError):
+            read_config(path)
+
+
+def test_settings_are_laid_over_a_recipe_and_read_as_toml(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text('[model]\nfamily = "gpt2"\nvocab_size = 65\nembed_dim = 8\nnum_layers = 1\nnum_heads = 2\n')
+    recipe = read_recipe(path, ["train.lr=3e-4", "data.path=/a b/ü.txt", "model.tie_word_embeddings=true"])
+    assert recipe.train.lr == 3e-4
+    assert recipe.data.path == "/a b/ü.txt"
+    assert recipe.model.tie_word_embeddings
+    assert isinstance(recipe, Recipe)
+
+
+@pytest.mark.parametrize("setting", ["lr=1", "train.lr", "optimizer.lr=1", "train.=1", "=", ""])
+def test_a_setting_of_another_form_is_a_usage_error(setting: str) -> None:
+    with pytest.raises(UsageError, match=r"section\.key=value"):
+        with_settings({"model": MODEL}, [setting])
+
+
+def test_an_unknown_setting_names_the_nearest_key(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.json"
+    path.write_text(json.dumps({"model": MODEL}))
+    with pytest.raises(ConfigError, match=r"unknown key 'train.learning_rat'|Did you mean"):
+        read_recipe(path, ["train.learning_rat=1"])
+
+
+def test_a_name_that_is_nothing_lists_the_presets_and_the_nearest() -> None:
+    with pytest.raises(UsageError, match=r"gpt-two: no such file or folder") as caught:
+        read_config("gpt-two")
+    assert "mixtral-8x7b" in caught.value.hint
+    with pytest.raises(UsageError) as caught:
+        read_config("gpt2-x")
+    assert "Did you mean 'gpt2-xl'?" in caught.value.hint
