@@ -62,5 +62,5 @@ Cache = LayerCache | WindowCache
 
 def new_cache(config: ModelConfig) -> list[Cache]:
     """An empty cache for a model: one object a layer."""
-    window = config.window_size
-    return [WindowCache(window) if window else LayerCache() for _ in range(config.num_layers)]
+    windows = (config.window_of(layer) for layer in range(config.num_layers))
+    return [WindowCache(window) if window else LayerCache() for window in windows]

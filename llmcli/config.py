@@ -43,7 +43,13 @@ class RopeScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A decoder-only model in sizes and switches. Sizes are counts of rows, dimensions or positions."""
+    """A decoder-only model in sizes and switches. Sizes are counts of rows, dimensions or positions.
+
+    `window_layers` are the layers (from 0) whose attention sees only the last `window_size` positions; absent, all do.
+    With `local_rope_theta` those layers turn by it instead of `rope_theta`, unscaled. `nope_layers` have no RoPE at
+    all, and `rotary_size` is how many dimensions of a head RoPE turns. Attention scores are divided by the root of
+    `query_scale` (head_size where absent); a softcap c bounds scores or logits x to c·tanh(x / c).
+    """
 
     family: str
     vocab_size: Size
@@ -55,10 +61,18 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     hidden_dim: Size | None = None
     max_position_embeddings: Size = 1024
     window_size: Size | None = None
+    window_layers: tuple[Annotated[int, Meta(ge=0)], ...] | None = None
     num_experts: Size | None = None
     top_k_experts: Size | None = None
+    renormalise_experts: bool | None = None
     rope_theta: Positive | None = None
     rope_scaling: RopeScaling | None = None
+    local_rope_theta: Positive | None = None
+    rotary_size: Size | None = None
+    nope_layers: tuple[Annotated[int, Meta(ge=0)], ...] | None = None
+    query_scale: Positive | None = None
+    attention_softcap: Positive | None = None
+    logit_softcap: Positive | None = None
     norm_eps: Positive | None = None
     dropout: Probability = 0.0
     bias: bool | None = None
@@ -77,36 +91,75 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Width of all key (or value) heads together."""
         return (self.num_kv_heads or 0) * (self.head_size or 0)
 
+    def window_of(self, layer: int) -> int | None:
+        """How many positions a layer's queries see, themselves included; None for all."""
+        return self.window_size if self.window_layers is None or layer in self.window_layers else None
+
+    def rope_of(self, layer: int) -> Literal["global", "local"] | None:
+        """Which of the model's rotations a layer uses; None for none."""
+        if self.rope_theta is None or layer in (self.nope_layers or ()):
+            return None
+        return "local" if self.local_rope_theta is not None and self.window_of(layer) else "global"
+
 
 class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the text comes from and how it becomes token ids. `path = None` is the corpus that CPython carries."""
+    """Where the text comes from and how it becomes token ids. `path = None` is the corpus that CPython carries.
 
-    path: str | None = None
-    validation_path: str | None = None
+    A path is a file, a folder or a pattern (`texts/*.jsonl.gz`), or a list of them. `tokenizer` is `bpe` (trained on
+    the training text to the model's vocab_size), `char`, `byte`, or where a tokenizer lies. `field` is the key of the
+    text in JSON lines and parquet. `shuffle`: `windows` cuts the text into windows and visits each once an epoch,
+    `random` starts them anywhere.
+    """
+
+    path: str | tuple[str, ...] | None = None
+    validation_path: str | tuple[str, ...] | None = None
     validation_fraction: Annotated[float, Meta(gt=0.0, lt=1.0)] = 0.1
     tokenizer: str = "bpe"
     field: str = "text"
+    encoding: str = "auto"
+    shuffle: Literal["windows", "random"] = "windows"
 
 
 class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One training run. Lengths are in steps unless the name says otherwise; a step is one update of the weights."""
+    """One training run. Lengths are in steps unless the name says otherwise; a step is one update of the weights.
 
-    context: Size = 256
+    `batch_size` sequences go through the model at a time in each process; a step adds up `accumulation` of them.
+    `context` None is the model's max_position_embeddings. `warmup_steps` lead up to `lr`; `schedule` leads from there
+    to `min_lr` at `max_steps` (`wsd` stays at `lr` until the last `decay_fraction` of all steps). `eval_batches` 0 is
+    the whole validation text; `save_every` None saves at every evaluation. `keep` so many older checkpoints besides
+    the last, `patience` so many evaluations without a better one (0: no limit), `time_limit` in seconds (0: none).
+    """
+
+    context: Size | None = None
     batch_size: Size = 16
     accumulation: Size = 1
     max_steps: Annotated[int, Meta(ge=0)] = 1000
     lr: Positive = 1e-3
     min_lr: Annotated[float, Meta(ge=0.0)] = 1e-4
     warmup_steps: Annotated[int, Meta(ge=0)] = 100
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    decay_fraction: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.2
     beta1: Probability = 0.9
     beta2: Probability = 0.95
+    epsilon: Positive = 1e-8
     weight_decay: Annotated[float, Meta(ge=0.0)] = 0.1
     decay_embeddings: bool = True
     grad_clip: Annotated[float, Meta(ge=0.0)] = 1.0
     eval_every: Size = 100
-    eval_batches: Size = 20
+    eval_batches: Annotated[int, Meta(ge=0)] = 20
+    save_every: Size | None = None
+    sample_every: Annotated[int, Meta(ge=0)] = 0
+    sample_prompt: str = ""
+    sample_tokens: Size = 64
     log_every: Size = 10
-    seed: int = 1337
+    keep: Annotated[int, Meta(ge=0)] = 0
+    patience: Annotated[int, Meta(ge=0)] = 0
+    time_limit: Annotated[float, Meta(ge=0.0)] = 0.0
+    seed: Annotated[int, Meta(ge=0, lt=2**63)] = 1337
+    device: str = "auto"
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    compile: Literal["auto", "on", "off"] = "auto"
+    strategy: Literal["auto", "ddp", "fsdp"] = "auto"
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -189,9 +242,43 @@ def with_settings(table: dict[str, Any], settings: list[str]) -> dict[str, Any]:
     return result
 
 
+class Layered(msgspec.Struct, frozen=True):
+    """A recipe put together from layers, and for each key that was given ("train.lr") the layer it came from."""
+
+    recipe: Recipe
+    origins: dict[str, str]
+
+
+def layered(*layers: tuple[str, dict[str, Any]]) -> Layered:
+    """A recipe from (source, table) pairs, later ones over earlier ones. Raises ConfigError naming the source."""
+    merged: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for source, table in layers:
+        for section, values in table.items():
+            if not isinstance(values, dict):
+                parse({section: values}, Recipe, source)  # unknown, or not a table: its message says which
+            merged.setdefault(section, {}).update(values)
+            origins.update(dict.fromkeys((f"{section}.{key}" for key in values), source))
+    return Layered(parse(merged, Recipe, " + ".join(source for source, table in layers if table)), origins)
+
+
+def find_recipe(name: str) -> tuple[str, dict[str, Any]]:
+    """The source and the table of a recipe: a preset's name or a file. A file that is all model is a recipe's [model].
+
+    Raises UsageError when nothing of that name exists, and ConfigError when it cannot be read.
+    """
+    known, path = presets(), Path(name)
+    if not path.is_file() and name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        raise UsageError(
+            f"{name}: no such recipe file, and no preset of that name",
+            (f"Did you mean '{near[0]}'? " if near else "") + f"Presets: {', '.join(known)}.",
+        )
+    source = path if path.is_file() else known[name]
+    table = read_table(source)
+    return (str(source) if path.is_file() else f"preset {name}"), table if "model" in table else {"model": table}
+
+
 def read_recipe(path: Path, settings: list[str] | None = None) -> Recipe:
     """A training recipe from a file, with command-line settings laid over it. Raises ConfigError."""
-    table = read_table(path)
-    if "model" not in table:
-        table = {"model": table}
-    return parse(with_settings(table, settings or []), Recipe, str(path))
+    return layered(find_recipe(str(path)), ("--set", with_settings({}, settings or []))).recipe

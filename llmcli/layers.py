@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import cast
 
 import torch
@@ -62,10 +62,15 @@ class RMSNorm(nn.Module):
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return F.rms_norm(x.float(), self.weight.shape, None, self.eps).type_as(x) * self.weight
 
+    def over_parts(self, x: Tensor) -> Tensor:
+        """The norm of each part of its width that x (..., n * width) is made of."""
+        width = self.weight.shape[0]
+        return cast(Tensor, self(x.view(*x.shape[:-1], -1, width))).flatten(-2)
 
-def rms_norm(config: ModelConfig, plus_one: bool = False) -> RMSNorm:
-    """A config's RMSNorm over the width d."""
-    return RMSNorm(config.embed_dim, cast(float, config.norm_eps), plus_one)
+
+def rms_norm(config: ModelConfig, plus_one: bool = False, width: int | None = None) -> RMSNorm:
+    """A config's RMSNorm, over the width d or another."""
+    return RMSNorm(width or config.embed_dim, cast(float, config.norm_eps), plus_one)
 
 
 def layer_norm(config: ModelConfig) -> nn.LayerNorm:
@@ -131,10 +136,23 @@ def _yarn(head_size: int, theta: float, scaling: RopeScaling, original: int) -> 
     return frequencies, factor
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + D/2) of x (B, H, T, D) by its position's angle."""
+Rope = tuple[Tensor, Tensor]
+"""cos and sin for each position, (T, R): R is the number of a head's dimensions that turn."""
+
+
+def rotate(x: Tensor, rope: Rope) -> Tensor:
+    """Turn each pair (i, i + R/2) of the first R dimensions of x (B, H, T, D) by its position's angle."""
+    cos, sin = rope
+    size = cos.shape[-1]
+    if size < x.shape[-1]:
+        return torch.cat((rotate(x[..., :size], rope), x[..., size:]), dim=-1)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def softcap(x: Tensor, cap: float | None) -> Tensor:
+    """c·tanh(x / c), which keeps x within ±c (Gemma 2, arXiv:2408.00118); x itself without a cap."""
+    return x if cap is None else cap * torch.tanh(x / cap)
 
 
 def visible(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
@@ -149,40 +167,80 @@ def visible(queries: int, keys: int, window: int | None, device: torch.device) -
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped key/value heads: each serves num_heads / num_kv_heads query heads."""
+    """Causal self-attention with grouped key/value heads: each serves num_heads / num_kv_heads query heads.
 
-    def __init__(self, config: ModelConfig) -> None:
+    `q_norm` and `k_norm` normalise queries and keys before RoPE, over whatever width they are made for: a head each
+    (Qwen 3, Gemma 3) or all heads together (OLMo 2). `output_bias` None follows the config's `bias`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        *,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
+        output_bias: bool | None = None,
+    ) -> None:
         super().__init__()
         bias = bool(config.bias)
         self.q = nn.Linear(config.embed_dim, config.q_dim, bias)
         self.k = nn.Linear(config.embed_dim, config.kv_dim, bias)
         self.v = nn.Linear(config.embed_dim, config.kv_dim, bias)
-        self.output = nn.Linear(config.q_dim, config.embed_dim, bias)
+        self.output = nn.Linear(config.q_dim, config.embed_dim, bias if output_bias is None else output_bias)
+        self.q_norm, self.k_norm = q_norm, k_norm
         self.head_size = cast(int, config.head_size)
-        self.window = config.window_size
+        self.window = config.window_of(layer)
+        self.rope = config.rope_of(layer)
+        self.scale = (config.query_scale or self.head_size) ** -0.5
+        self.softcap = config.attention_softcap
         self.grouped = config.num_kv_heads != config.num_heads
         self.dropout = config.dropout
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, cache: Cache | None) -> Tensor:
+    def forward(self, x: Tensor, ropes: Mapping[str, Rope], cache: Cache | None) -> Tensor:
         batch, length, _ = x.shape
-        q, k, v = (
-            matrix(x).view(batch, length, -1, self.head_size).transpose(1, 2) for matrix in (self.q, self.k, self.v)
-        )
-        if rope:
-            q, k = rotate(q, *rope), rotate(k, *rope)
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm.over_parts(q), self.k_norm.over_parts(k)
+        q, k, v = (part.view(batch, length, -1, self.head_size).transpose(1, 2) for part in (q, k, v))
+        if self.rope:
+            q, k = rotate(q, ropes[self.rope]), rotate(k, ropes[self.rope])
         if cache:
             k, v = cache.append(k, v)
-        plain = length == k.shape[2] > 1 and (self.window is None or length <= self.window)
-        mixed = F.scaled_dot_product_attention(
+        mixed = self.mix(q, k, v)
+        return cast(Tensor, self.output(mixed.transpose(1, 2).reshape(batch, length, -1)))
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """What each query (B, Hq, T, D) takes from the values (B, Hkv, S, D) of the keys it sees: (B, Hq, T, D)."""
+        queries, keys = q.shape[2], k.shape[2]
+        dropout = self.dropout if self.training else 0.0
+        if self.softcap is not None:
+            mask = visible(queries, keys, self.window, q.device)
+            return capped_attention(q, k, v, mask, self.scale, self.softcap, dropout)
+        plain = queries == keys > 1 and (self.window is None or queries <= self.window)
+        return F.scaled_dot_product_attention(
             q,
             k,
             v,
-            attn_mask=None if plain else visible(length, k.shape[2], self.window, x.device),
+            attn_mask=None if plain else visible(queries, keys, self.window, q.device),
             is_causal=plain,
-            dropout_p=self.dropout if self.training else 0.0,
+            scale=self.scale,
+            dropout_p=dropout,
             enable_gqa=self.grouped,
         )
-        return cast(Tensor, self.output(mixed.transpose(1, 2).reshape(batch, length, -1)))
+
+
+def capped_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float, dropout: float
+) -> Tensor:
+    """Attention whose scores are soft-capped before the mask, which no fused kernel computes; shapes as in `mix`."""
+    batch, heads, length, size = q.shape
+    by_group = q.reshape(batch, k.shape[1], heads // k.shape[1], length, size)
+    scores = softcap(torch.matmul(by_group, k.unsqueeze(2).mT) * scale, cap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    weights = F.dropout(scores.softmax(-1, dtype=torch.float32).to(q.dtype), dropout)
+    return torch.matmul(weights, v.unsqueeze(2)).flatten(1, 2)
 
 
 class FeedForward(nn.Module):
@@ -215,7 +273,10 @@ class GatedFeedForward(nn.Module):
 
 
 class Experts(nn.Module):
-    """A sparse mixture (arXiv:2401.04088): the router's top k experts, weighted by their softmax renormalised."""
+    """A sparse mixture (arXiv:2401.04088): the router's top k experts, weighted by their share of its softmax.
+
+    `renormalise_experts` makes the chosen shares sum to one.
+    """
 
     def __init__(self, config: ModelConfig, activation: str) -> None:
         super().__init__()
@@ -223,11 +284,13 @@ class Experts(nn.Module):
         self.router = nn.Linear(config.embed_dim, count, bias=False)
         self.experts = nn.ModuleList(GatedFeedForward(config, activation) for _ in range(count))
         self.top_k = cast(int, config.top_k_experts)
+        self.renormalise = config.renormalise_experts
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])  # (N, d)
         weights, chosen = self.router(tokens).float().softmax(-1).topk(self.top_k, -1)  # (N, k) each
-        weights = weights / weights.sum(-1, keepdim=True)
+        if self.renormalise:
+            weights = weights / weights.sum(-1, keepdim=True)
         mixed = torch.zeros_like(tokens)
         for number, expert in enumerate(self.experts):
             row, rank = torch.where(chosen == number)
@@ -237,32 +300,46 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm: x + attention(norm(x)), then x + feed_forward(norm(x))."""
+    """x + attention(x), then x + feed_forward(x), each with a norm before it, behind it, or both.
+
+    A norm before is `attention_norm` and `feed_forward_norm` (pre-norm), one behind, on what is added to x,
+    `attention_post_norm` and `feed_forward_post_norm`.
+    """
 
     def __init__(
         self,
         *,
         attention: Attention,
-        attention_norm: nn.Module,
         feed_forward: nn.Module,
-        feed_forward_norm: nn.Module,
+        attention_norm: nn.Module | None = None,
+        attention_post_norm: nn.Module | None = None,
+        feed_forward_norm: nn.Module | None = None,
+        feed_forward_post_norm: nn.Module | None = None,
         dropout: float,
     ) -> None:
         super().__init__()
         self.attention_norm = attention_norm
         self.attention = attention
+        self.attention_post_norm = attention_post_norm
         self.feed_forward_norm = feed_forward_norm
         self.feed_forward = feed_forward
+        self.feed_forward_post_norm = feed_forward_post_norm
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, cache: Cache | None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), rope, cache))
-        return cast(Tensor, x + self.dropout(self.feed_forward(self.feed_forward_norm(x))))
+    def forward(self, x: Tensor, ropes: Mapping[str, Rope], cache: Cache | None) -> Tensor:
+        mixed = self.attention(_normed(x, self.attention_norm), ropes, cache)
+        x = x + self.dropout(_normed(mixed, self.attention_post_norm))
+        fed = self.feed_forward(_normed(x, self.feed_forward_norm))
+        return x + cast(Tensor, self.dropout(_normed(fed, self.feed_forward_post_norm)))
 
 
-class PostNormBlock(Block):
-    """Post-norm (GPT-1): the norm stands after the sum."""
+def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:
+    return x if norm is None else cast(Tensor, norm(x))
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, cache: Cache | None) -> Tensor:
-        x = self.attention_norm(x + self.dropout(self.attention(x, rope, cache)))
-        return cast(Tensor, self.feed_forward_norm(x + self.dropout(self.feed_forward(x))))
+
+class NormAfterSumBlock(Block):
+    """GPT-1's block: norm(x + attention(x)), then norm(x + feed_forward(x)); the norms stand behind the sums."""
+
+    def forward(self, x: Tensor, ropes: Mapping[str, Rope], cache: Cache | None) -> Tensor:
+        x = _normed(x + self.dropout(self.attention(x, ropes, cache)), self.attention_norm)
+        return _normed(x + self.dropout(self.feed_forward(x)), self.feed_forward_norm)

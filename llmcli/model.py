@@ -12,7 +12,7 @@ from llmcli import families
 from llmcli.cache import Cache
 from llmcli.config import ModelConfig
 from llmcli.errors import UsageError
-from llmcli.layers import Rotary, TokenEmbeddings, layer_norm, rms_norm
+from llmcli.layers import Rotary, TokenEmbeddings, layer_norm, rms_norm, softcap
 
 
 class Decoder(nn.Module):
@@ -33,11 +33,12 @@ class Decoder(nn.Module):
             if family.learned_positions and layered
             else None
         )
-        self.rotary = (
-            None
-            if family.learned_positions
-            else Rotary(cast(int, config.head_size), cast(float, config.rope_theta), config.rope_scaling)
-        )
+        self.rotary = nn.ModuleDict()
+        if config.rope_theta is not None:
+            size = cast(int, config.rotary_size or config.head_size)
+            self.rotary["global"] = Rotary(size, config.rope_theta, config.rope_scaling)
+            if config.local_rope_theta is not None:
+                self.rotary["local"] = Rotary(size, config.local_rope_theta, None)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(family.block(config, layer) for layer in range(config.num_layers))
         self.final_norm: nn.Module | None = None
@@ -65,16 +66,16 @@ class Decoder(nn.Module):
         if self.position_embeddings is not None:
             x = x + self.position_embeddings(positions)
         x = self.dropout(x)
-        rope = self.rotary(positions, x.dtype) if self.rotary is not None else None
+        ropes = {kind: rotary(positions, x.dtype) for kind, rotary in self.rotary.items()}
         for layer, block in enumerate(self.blocks):
-            x = block(x, rope, cache[layer] if cache is not None else None)
+            x = block(x, ropes, cache[layer] if cache is not None else None)
         return cast(Tensor, self.final_norm(x)) if self.final_norm is not None else cast(Tensor, x)
 
     def scores(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states: (B, T, d) -> (B, T, V)."""
         if self.output_projection is None:
-            return self.token_embeddings.scores(hidden)
-        return cast(Tensor, self.output_projection(hidden))
+            return softcap(self.token_embeddings.scores(hidden), self.config.logit_softcap)
+        return softcap(self.output_projection(hidden), self.config.logit_softcap)
 
     def check_ids(self, ids: Tensor) -> None:
         """Raise UsageError for ids that have no row in the embedding. On a GPU the check would stall it: not done."""

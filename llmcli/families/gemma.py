@@ -17,7 +17,7 @@ def block(config: ModelConfig, layer: int) -> Block:
 
     return Block(
         attention_norm=rms_norm(config, plus_one=True),
-        attention=Attention(config),
+        attention=Attention(config, layer),
         feed_forward_norm=rms_norm(config, plus_one=True),
         feed_forward=GatedFeedForward(config, activation="gelu_tanh", bias=False),
         dropout=config.dropout,

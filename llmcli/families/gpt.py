@@ -48,10 +48,10 @@ WEIGHTS = (
 
 def block(config: ModelConfig, layer: int) -> Block:
     """x -> norm(x + attention(x)) -> norm(x + feed_forward(x)), both norms after the sum."""
-    from llmcli.layers import Attention, FeedForward, PostNormBlock, layer_norm
+    from llmcli.layers import Attention, FeedForward, NormAfterSumBlock, layer_norm
 
-    return PostNormBlock(
-        attention=Attention(config),
+    return NormAfterSumBlock(
+        attention=Attention(config, layer),
         attention_norm=layer_norm(config),
         feed_forward=FeedForward(config, activation="gelu_tanh"),
         feed_forward_norm=layer_norm(config),

@@ -29,7 +29,7 @@ def block(config: ModelConfig, layer: int) -> Block:
 
     return Block(
         attention_norm=layer_norm(config),
-        attention=Attention(config),
+        attention=Attention(config, layer),
         feed_forward_norm=layer_norm(config),
         feed_forward=FeedForward(config, activation="gelu_tanh"),
         dropout=config.dropout,

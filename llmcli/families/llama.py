@@ -75,7 +75,7 @@ def block(config: ModelConfig, layer: int) -> Block:
 
     return Block(
         attention_norm=rms_norm(config),
-        attention=Attention(config),
+        attention=Attention(config, layer),
         feed_forward_norm=rms_norm(config),
         feed_forward=GatedFeedForward(config, activation="silu"),
         dropout=config.dropout,

@@ -50,7 +50,7 @@ def block(config: ModelConfig, layer: int) -> Block:
 
     return Block(
         attention_norm=rms_norm(config),
-        attention=Attention(config),
+        attention=Attention(config, layer),
         feed_forward_norm=rms_norm(config),
         feed_forward=Experts(config, activation="silu"),
         dropout=config.dropout,
@@ -75,6 +75,7 @@ FAMILY = Family(
         "rope_theta": 1e6,
         "num_experts": 8,
         "top_k_experts": 2,
+        "renormalise_experts": True,
         "bias": False,
         "head_bias": False,
     },
