@@ -110,6 +110,19 @@ class Tokenizer:
                 ids += self._after
         return results
 
+    def last_cut(self, text: str) -> int:
+        """The last place at which `text` may be cut and its parts encoded apart; 0 where there is none."""
+        if not self._cuts and (self._units is None or any(re.search(r"\s", t.content) for t in self._added.values())):
+            return 0
+        end = len(text)
+        while end > 0:  # backwards, so that a long text is not searched from its beginning
+            begin = max(0, end - 4096)
+            places = [match.start() for match in _CUT.finditer(text, begin, end)]
+            if places:
+                return places[-1]
+            end = begin
+        return 0
+
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of `ids`, special tokens left out unless asked for; bytes that are not UTF-8 become U+FFFD."""
         known = [id for id in ids if id >= 0 and not (skip_special and id in self._special)]

@@ -1,0 +1,307 @@
+"""Text from files of every usual kind, as a stream: plain text, JSON lines, parquet, compressed or not.
+
+A text file is one document; a line of JSON or a row of parquet is one. A document comes in pieces, so that none need
+fit into memory. Newlines are `\\n` whatever the file has, and a byte-order mark is no part of the text.
+"""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import glob
+import gzip
+import hashlib
+import importlib
+import io
+import lzma
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import msgspec
+
+from llmcli.errors import DataError, LlmcliError
+
+CHUNK = 1 << 20
+"""Bytes read, or characters given, at a time."""
+
+PLAIN = (".txt", ".text", ".md")
+LINES = (".jsonl", ".ndjson")
+TABLES = (".parquet",)
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+KINDS = f"{', '.join((*PLAIN, *LINES, *TABLES))}, also with {', '.join(COMPRESSED)}"
+
+_MARKS = (  # UTF-32's mark begins with UTF-16's: the longer ones come first
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF32_LE, "utf-32-le"),
+    (codecs.BOM_UTF32_BE, "utf-32-be"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
+)
+
+
+class Piece(NamedTuple):
+    """Some text of a document, and whether the document ends with it."""
+
+    text: str
+    ends: bool
+
+
+class Corpus(msgspec.Struct, frozen=True):
+    """Where text comes from: files, or with none the corpus that CPython carries."""
+
+    files: tuple[Path, ...] = ()
+    field: str = "text"
+    encoding: str = "auto"
+
+    def pieces(self) -> Iterator[Piece]:
+        """All documents in order, those without text left out. Raises DataError naming the file and the place."""
+        if not self.files:
+            yield Piece(embedded(), True)
+        for path in self.files:
+            yield from read(path, self.field, self.encoding)
+
+
+class Survey(msgspec.Struct, frozen=True):
+    """What a corpus holds. `last` is the character at which its last document starts, `digest` the text's SHA-256."""
+
+    documents: int
+    characters: int
+    bytes: int
+    last: int
+    digest: str
+
+
+def embedded() -> str:
+    """The corpus that every CPython carries: the reference pages behind `help()`, 465 KB of English, as one text."""
+    topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    return "\n\n".join(text.strip() for _, text in sorted(topics.items())) + "\n"
+
+
+def find(paths: str | Iterable[str] | None, field: str = "text", encoding: str = "auto") -> Corpus:
+    """The files that paths, folders (searched to their leaves) and patterns name, in a fixed order.
+
+    Raises DataError for what does not exist, for a folder without text, and for an unknown encoding.
+    """
+    if encoding != "auto":
+        try:
+            codecs.lookup(encoding)
+        except LookupError:
+            raise DataError(f"unknown encoding '{encoding}'", "For example: utf-8, cp1252, latin-1, utf-16.") from None
+    files: dict[Path, None] = {}
+    for name in [paths] if isinstance(paths, str) else paths or ():
+        path = Path(name).expanduser()
+        if path.is_dir():
+            found = [file for file in _walk(path) if _kind(file) in (*PLAIN, *LINES, *TABLES)]
+            if not found:
+                raise DataError(f"{path}: a folder without text", f"Looked for files named {KINDS}.")
+        elif path.exists():
+            found = [path]
+        else:
+            found = [Path(match) for match in sorted(glob.glob(str(path), recursive=True)) if Path(match).is_file()]
+            if not found:
+                raise DataError(f"{name}: no such file or folder", "Check the path, or give another with --data.")
+        files.update(dict.fromkeys(found))
+    if paths is not None and not files:
+        raise DataError("an empty list of files", "Give a file, a folder or a pattern.")
+    return Corpus(tuple(files), field, encoding)
+
+
+def _walk(folder: Path) -> list[Path]:
+    relative = (path.relative_to(folder) for path in folder.rglob("*"))
+    visible = (path for path in relative if not any(part.startswith(".") for part in path.parts))
+    return [folder / path for path in sorted(visible, key=lambda path: path.parts) if (folder / path).is_file()]
+
+
+def _kind(path: Path) -> str:
+    """The suffix that says what a file holds: `.jsonl` of `a.jsonl.gz`."""
+    name = path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
+    return name.suffix.lower()
+
+
+def read(path: Path, field: str = "text", encoding: str = "auto") -> Iterator[Piece]:
+    """The documents of one file. Raises DataError naming the file, and the byte or line at which it is wrong."""
+    kind = _kind(path)
+    if kind in TABLES:
+        documents = _rows(path, field)
+    elif kind in LINES:
+        documents = _lines(path, field, encoding)
+    else:
+        yield from _one_document(_text(path, encoding))
+        return
+    for text in documents:
+        yield from (Piece(text[i : i + CHUNK], i + CHUNK >= len(text)) for i in range(0, len(text), CHUNK))
+
+
+def _one_document(chunks: Iterator[str]) -> Iterator[Piece]:
+    waiting = ""
+    for chunk in chunks:
+        if waiting and chunk:
+            yield Piece(waiting, False)
+        waiting = chunk or waiting
+    if waiting:
+        yield Piece(waiting, True)
+
+
+def _open(path: Path) -> BinaryIO:
+    suffix = path.suffix.lower()
+    if suffix == ".gz":
+        return gzip.open(path, "rb")  # type: ignore[return-value]
+    if suffix == ".bz2":
+        return bz2.open(path, "rb")  # type: ignore[return-value]
+    if suffix == ".xz":
+        return lzma.open(path, "rb")  # type: ignore[return-value]
+    if suffix == ".zst":
+        return _open_zstd(path)
+    return path.open("rb")
+
+
+def _open_zstd(path: Path) -> BinaryIO:
+    try:
+        zstandard = importlib.import_module("zstandard")
+    except ImportError:
+        raise DataError(
+            f"{path}: the package that reads zstd is not installed", 'pip install "llmcli[zstd]"'
+        ) from None
+    stream: BinaryIO = zstandard.open(path, "rb", dctx=zstandard.ZstdDecompressor(), read_across_frames=True)
+    return stream
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    try:
+        with _open(path) as file:
+            while chunk := file.read(CHUNK):
+                yield chunk
+    except LlmcliError:
+        raise
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: damaged ({error})", "It is truncated or not what its name says.") from None
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be read ({error.strerror or error})", "Check the file and its permissions."
+        ) from None
+    except Exception as error:
+        if type(error).__name__ != "ZstdError":
+            raise
+        raise DataError(f"{path}: damaged ({error})", "It is truncated or not what its name says.") from None
+
+
+def _text(path: Path, encoding: str) -> Iterator[str]:
+    """A file's text with `\\n` for newlines. Offsets in errors count the (uncompressed) bytes from 0."""
+    chunks = _chunks(path)
+    first = next(chunks, b"")
+    mark, known = next(((mark, name) for mark, name in _MARKS if first.startswith(mark)), (b"", "utf-8"))
+    name = known if encoding == "auto" else encoding
+    if codecs.lookup(name).name in (known, known[:-3]):  # a mark is skipped where the encoding is the mark's own
+        first, offset = first[len(mark) :], len(mark)
+        name = known
+    else:
+        offset = 0
+    decoder = codecs.getincrementaldecoder(name)()
+    newlines = io.IncrementalNewlineDecoder(None, translate=True)
+
+    def decode(chunk: bytes, final: bool) -> str:
+        nonlocal offset
+        pending = len(decoder.getstate()[0])
+        try:
+            text = decoder.decode(chunk, final)
+        except UnicodeDecodeError as error:
+            place = offset - pending + error.start
+            hint = "Convert it, or name its encoding: --set data.encoding=cp1252 (or latin-1, utf-16, ...)."
+            byte = f"byte {error.object[error.start]:#04x} at offset {place:,}"
+            raise DataError(f"{path}: not {name.upper()} text ({byte})", hint) from None
+        if "\0" in text:
+            place = offset - pending + len(text[: text.index("\0")].encode(name, "replace"))
+            hint = "It is no text, or in UTF-16 without a mark: --set data.encoding=utf-16-le (or -be)."
+            raise DataError(f"{path}: not text (a zero byte at offset {place:,})", hint)
+        offset += len(chunk)
+        return newlines.decode(text, final)
+
+    yield decode(first, False)
+    for chunk in chunks:
+        yield decode(chunk, False)
+    yield decode(b"", True)
+
+
+def _lines(path: Path, field: str, encoding: str) -> Iterator[str]:
+    rest, number = "", 0
+    for chunk in _text(path, encoding):
+        *lines, rest = (rest + chunk).split("\n")
+        for line in lines:
+            number += 1
+            yield _document(path, number, line, field)
+    yield _document(path, number + 1, rest, field)
+
+
+def _document(path: Path, number: int, line: str, field: str) -> str:
+    if not line.strip():
+        return ""
+    try:
+        row: Any = msgspec.json.decode(line)
+    except msgspec.DecodeError as error:
+        raise DataError(f"{path}: line {number} is not JSON ({error})", "Each line must be one JSON object.") from None
+    if not isinstance(row, dict) or not isinstance(row.get(field), str):
+        found = f"it has {', '.join(map(repr, row))}" if isinstance(row, dict) else "it is no object"
+        raise DataError(
+            f"{path}: line {number} has no text under '{field}' ({found})", "Name the key: --set data.field=..."
+        )
+    text: str = row[field]
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{path}: line {number} holds half a character ({text[error.start]!r})", "Repair or remove the line."
+        ) from None
+    return newline(text)
+
+
+def _rows(path: Path, field: str) -> Iterator[str]:
+    try:
+        parquet = importlib.import_module("pyarrow.parquet")
+    except ImportError:
+        raise DataError(
+            f"{path}: the package that reads parquet is not installed", 'pip install "llmcli[parquet]"'
+        ) from None
+    try:
+        file = parquet.ParquetFile(path)
+        names = file.schema_arrow.names
+        if field not in names:
+            raise DataError(
+                f"{path}: no column '{field}' (it has {', '.join(names)})", "Name the column: --set data.field=..."
+            )
+        for batch in file.iter_batches(batch_size=1024, columns=[field]):
+            for text in batch.column(0).to_pylist():
+                if text is not None and not isinstance(text, str):
+                    raise DataError(f"{path}: column '{field}' holds no text", "Name another: --set data.field=...")
+                yield newline(text or "")
+    except LlmcliError:
+        raise
+    except Exception as error:  # pyarrow's own exceptions, whose module may be absent here
+        raise DataError(f"{path}: cannot be read as parquet ({error})", "Check the file.") from None
+
+
+def newline(text: str) -> str:
+    """The text with `\\n` for every newline, as training reads it: a prompt should be read so too."""
+    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
+
+
+def survey(corpus: Corpus) -> Survey:
+    """Read a corpus once: its size and its digest, the same for the same documents in whatever files they lie.
+
+    Raises DataError when there is no text at all.
+    """
+    digest = hashlib.sha256()
+    documents = characters = size = start = last = 0
+    for text, ends in corpus.pieces():
+        raw = text.encode()
+        digest.update(raw)
+        characters += len(text)
+        size += len(raw)
+        if ends:
+            documents, last, start = documents + 1, start, characters
+            digest.update(b"\xff")  # no byte of UTF-8: where documents end is part of what is digested
+    if not characters:
+        names = ", ".join(str(path) for path in corpus.files[:3])
+        raise DataError(f"{names}: no text in {'it' if len(corpus.files) == 1 else 'them'}", "Give files with text.")
+    return Survey(documents, characters, size, last, digest.hexdigest())

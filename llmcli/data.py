@@ -1,0 +1,360 @@
+"""Text to token ids on disk, and from there to batches: tokenised once, then mapped into memory.
+
+Which sequences a step sees is a pure function of the seed and the step, so there is no state to lose: a run goes on
+where it stopped, and any number of processes share the same order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from llmcli import corpus, tokenizer
+from llmcli.config import DataConfig
+from llmcli.corpus import Corpus, Piece, Survey
+from llmcli.errors import DataError, LlmcliError, UsageError
+from llmcli.tokenizer import Tokenizer
+
+Ids = npt.NDArray[np.int64]
+Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+
+FORMAT = "1"
+"""Part of every cache key: a change in how text becomes tokens must not meet old files."""
+
+BATCH = 1 << 21
+"""Characters tokenised at a time: enough for every core, little memory."""
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress", tag_field="event"):
+    """How far a preparation is; `done` and `total` in characters."""
+
+    what: str
+    done: float
+    total: float
+
+
+class Part(msgspec.Struct, frozen=True):
+    """The tokens of the training or the validation text, and how many bytes of UTF-8 they stand for."""
+
+    tokens: int
+    bytes: int
+
+
+class Info(msgspec.Struct, frozen=True):
+    """What a folder of tokens holds, as it stands in its `info.json`."""
+
+    fingerprint: str
+    itemsize: int
+    train: Part
+    validation: Part
+
+
+class Data(msgspec.Struct, frozen=True):
+    """Tokenised text, mapped into memory. `fingerprint` is one for one text, split and tokenizer."""
+
+    tokenizer: Tokenizer
+    train: Tokens
+    validation: Tokens
+    info: Info
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of what was tokenised and how."""
+        return self.info.fingerprint
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of the validation text: what turns a loss per token into bits per byte."""
+        return self.info.validation.bytes / max(1, self.info.validation.tokens)
+
+
+def prepare(config: DataConfig, vocab_size: int, fallback: Path) -> Generator[Progress, None, Data]:
+    """The tokens of a recipe's text, made now or found in the cache; yields progress, returns the data.
+
+    `vocab_size` is what a BPE is trained to. The cache is `llmcli` in XDG_CACHE_HOME (or ~/.cache), and the folder
+    `fallback` where that cannot be written. Raises DataError, TokenizerError.
+    """
+    source = corpus.find(config.path, config.field, config.encoding)
+    held_out = None
+    if config.validation_path is not None:
+        held_out = corpus.find(config.validation_path, config.field, config.encoding)
+    seen = yield from _surveyed(source)
+    held_out_seen = (yield from _surveyed(held_out)) if held_out else None
+    split = held_out_seen.digest if held_out_seen else repr(config.validation_fraction)
+    text = _digest(FORMAT, seen.digest, split)
+    cache = _cache_folder(fallback)
+
+    def pieces() -> Iterator[tuple[bool, Piece]]:
+        yield from divide(source.pieces(), seen, None if held_out else config.validation_fraction)
+        if held_out:
+            yield from ((True, piece) for piece in held_out.pieces())
+
+    total = seen.characters + (held_out_seen.characters if held_out_seen else 0)
+    made = yield from _tokenizer(config.tokenizer, vocab_size, pieces, text, cache, total)
+    # A single document is not closed: nothing follows it.
+    several = seen.documents + (held_out_seen.documents if held_out_seen else 0) > 1
+    fingerprint = _digest(text, made.fingerprint, repr((made.eos_id, made.add_bos, several)))
+    folder = cache / "tokens" / fingerprint
+    if _read_info(folder) is None:
+        yield from _tokenise(pieces(), made, folder, fingerprint, total, several)
+    info = _read_info(folder)
+    if info is None:
+        raise DataError(f"{folder}: the tokens just written cannot be read back", "Look after the disk.")
+    kind = f"<u{info.itemsize}"
+    return Data(made, _map(folder / "train.bin", kind), _map(folder / "validation.bin", kind), info)
+
+
+def divide(pieces: Iterator[Piece], seen: Survey, fraction: float | None) -> Iterator[tuple[bool, Piece]]:
+    """Each piece with whether it is validation text: the tail that holds `fraction` of all characters.
+
+    Documents stay whole where that leaves any for validation; the only (or overlong last) one is cut.
+    """
+    if fraction is None:
+        yield from ((False, piece) for piece in pieces)
+        return
+    cut = int(seen.characters * (1 - fraction))
+    whole = seen.documents > 1 and seen.last >= cut
+    position = start = 0
+    for text, ends in pieces:
+        if whole:
+            yield start >= cut, Piece(text, ends)
+        elif position < cut < position + len(text):
+            yield False, Piece(text[: cut - position], False)
+            yield True, Piece(text[cut - position :], ends)
+        else:
+            yield position >= cut, Piece(text, ends)
+        position += len(text)
+        if ends:
+            start = position
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _cache_folder(fallback: Path) -> Path:
+    """The first of XDG_CACHE_HOME/llmcli, ~/.cache/llmcli and `fallback` that can be written."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    first = Path(home) if home else Path(os.path.expanduser("~")) / ".cache"
+    for folder in (first / "llmcli", fallback):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                return folder
+        except OSError as error:
+            reason = error.strerror
+    raise DataError(
+        f"no place for the tokens: {folder} cannot be written ({reason})", "Set XDG_CACHE_HOME to a folder that can."
+    )
+
+
+def _surveyed(source: Corpus) -> Generator[Progress, None, Survey]:
+    yield Progress("reading", 0, 0)
+    return corpus.survey(source)
+
+
+def _tokenizer(
+    kind: str, vocab_size: int, pieces: object, text: str, cache: Path, total: int
+) -> Generator[Progress, None, Tokenizer]:
+    """The tokenizer that the recipe names, or one learned from the training text and kept in the cache."""
+    assert callable(pieces)
+    if kind == "byte":
+        return tokenizer.bytes_tokenizer()
+    if kind not in ("bpe", "char"):
+        if not Path(kind).exists():
+            raise UsageError(
+                f"data.tokenizer = '{kind}': no such tokenizer",
+                "Give bpe, char, byte, or a tokenizer.json or the folder that holds it.",
+            )
+        return tokenizer.load(kind)
+    folder = cache / "tokenizers" / _digest(text, kind, str(vocab_size) if kind == "bpe" else "")
+    if not (folder / "tokenizer.json").is_file():
+        yield Progress("learning the tokenizer", 0, total)
+        if kind == "char":  # a character that only the validation text has must not stop the run
+            made = tokenizer.characters(piece.text for _, piece in pieces())
+        else:
+            made = tokenizer.train_bpe((piece.text for held_out, piece in pieces() if not held_out), vocab_size)
+        with _new_folder(folder) as aside:
+            made.save(aside)
+    return tokenizer.load(folder)
+
+
+class _new_folder:
+    """`with _new_folder(folder) as aside`: what is written aside becomes `folder`, whole, unless somebody was first."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __enter__(self) -> Path:
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        self.aside = Path(tempfile.mkdtemp(prefix=".writing-", dir=self.folder.parent))
+        return self.aside
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            try:
+                shutil.rmtree(self.folder, ignore_errors=True)  # what is there could not be read
+                self.aside.rename(self.folder)
+                return
+            except OSError:
+                if self.folder.is_dir():  # another process made the same
+                    error = None
+        shutil.rmtree(self.aside, ignore_errors=True)
+
+
+def _tokenise(
+    pieces: Iterator[tuple[bool, Piece]], by: Tokenizer, folder: Path, fingerprint: str, total: int, several: bool
+) -> Generator[Progress, None, None]:
+    itemsize = 2 if by.size <= 1 << 16 else 4
+    counts = {False: [0, 0], True: [0, 0]}
+    before = [by.bos_id] if by.add_bos and by.bos_id is not None else []
+    after = [by.eos_id] if several and by.eos_id is not None else []
+    done = 0
+    try:
+        with _new_folder(folder) as aside:
+            with (aside / "train.bin").open("wb") as train, (aside / "validation.bin").open("wb") as validation:
+                for batch in _batches(pieces, by):
+                    encoded = by.encode_batch([text for _, text, _, _ in batch], special=False)
+                    for (held_out, text, starts, ends), ids in zip(batch, encoded, strict=True):
+                        ids = [*(before if starts else ()), *ids, *(after if ends else ())]
+                        (validation if held_out else train).write(np.asarray(ids, dtype=f"<u{itemsize}").tobytes())
+                        counts[held_out][0] += len(ids)
+                        counts[held_out][1] += len(text.encode())
+                        done += len(text)
+                    yield Progress("tokenising", done, total)
+                for file in (train, validation):
+                    file.flush()
+                    os.fsync(file.fileno())
+            info = Info(fingerprint, itemsize, Part(*counts[False]), Part(*counts[True]))
+            (aside / "info.json").write_bytes(msgspec.json.encode(info))
+    except OSError as error:
+        raise DataError(
+            f"{folder}: the tokens cannot be written ({error.strerror})", "Set XDG_CACHE_HOME to a folder with room."
+        ) from None
+
+
+def _batches(
+    pieces: Iterator[tuple[bool, Piece]], by: Tokenizer
+) -> Iterator[list[tuple[bool, str, bool, bool]]]:
+    """Pieces regrouped for encoding: (held out, text, starts a document, ends one), about `BATCH` characters together.
+
+    A document is encoded in parts only where the tokenizer may be cut (at a space or newline after something visible).
+    """
+    batch: list[tuple[bool, str, bool, bool]] = []
+    size, rest, starts, was_held_out = 0, "", True, False
+    for held_out, (text, ends) in pieces:
+        if held_out != was_held_out and rest:  # the cut between training and validation text
+            batch.append((was_held_out, rest, starts, False))
+            size, rest, starts = size + len(rest), "", False
+        was_held_out = held_out
+        rest += text
+        if ends:
+            batch.append((held_out, rest, starts, True))
+            size, rest, starts = size + len(rest), "", True
+        elif len(rest) >= BATCH and (at := by.last_cut(rest)):
+            batch.append((held_out, rest[:at], starts, False))
+            size, rest, starts = size + at, rest[at:], False
+        if size >= BATCH:
+            yield batch
+            batch, size = [], 0
+    if rest:
+        batch.append((was_held_out, rest, starts, False))
+    if batch:
+        yield batch
+
+
+def _read_info(folder: Path) -> Info | None:
+    """What a folder of tokens holds, or None where there is none or it is damaged."""
+    try:
+        info = msgspec.json.decode((folder / "info.json").read_bytes(), type=Info)
+        sizes = [(folder / name).stat().st_size for name in ("train.bin", "validation.bin")]
+    except (OSError, msgspec.DecodeError):
+        return None
+    whole = sizes == [part.tokens * info.itemsize for part in (info.train, info.validation)]
+    return info if whole and info.fingerprint == folder.name else None
+
+
+def _map(path: Path, kind: str) -> Tokens:
+    if path.stat().st_size == 0:  # an empty file cannot be mapped
+        return np.empty(0, dtype=kind)
+    return np.memmap(path, dtype=kind, mode="r")
+
+
+def check_length(data: Data, context: int) -> None:
+    """Raise DataError when the text is too short to train on, naming the longest context that it allows."""
+    train, validation = len(data.train), len(data.validation)
+    if train < context + 1:
+        hint = "Give more text."
+        if train > 1:
+            hint = f"The longest that fits is --set train.context={train - 1}; better, give more text."
+        raise DataError(f"the training text has {train:,} tokens; a context of {context} needs {context + 1:,}", hint)
+    if validation < 2:
+        raise DataError(
+            f"the validation text has {validation} tokens; at least 2 are needed",
+            "Give more text, a larger data.validation_fraction, or data.validation_path.",
+        )
+
+
+def windows(tokens: int, context: int) -> int:
+    """How many windows of `context` predictions a text is cut into; the rest at its end is left out."""
+    return (tokens - 1) // context
+
+
+def starts(tokens: int, context: int, first: int, count: int, seed: int, shuffle: str) -> Ids:
+    """Where the sequences number `first` to `first + count - 1` of a run begin: a pure function.
+
+    `windows`: each epoch visits every window once, in an order of its own. `random`: anywhere, with repetition.
+    """
+    number = np.arange(first, first + count, dtype=np.uint64)
+    if shuffle == "random":
+        return (_mix(number, _key(seed)) % np.uint64(tokens - context)).astype(np.int64)
+    size = windows(tokens, context)
+    epoch, index = np.divmod(number, np.uint64(size))
+    return permuted(index, size, _mix(epoch, _key(seed))).astype(np.int64) * context
+
+
+def sequences(tokens: Tokens, context: int, begin: Ids) -> Ids:
+    """The sequences that begin there, (B, context + 1): inputs are all but the last column, targets all but the first."""
+    return tokens[begin[:, None] + np.arange(context + 1)].astype(np.int64)
+
+
+def _key(seed: int) -> npt.NDArray[np.uint64]:
+    return _mix(np.array([seed], dtype=np.uint64), np.array([0x6C6C6D636C69], dtype=np.uint64))
+
+
+def _mix(value: npt.NDArray[np.uint64], key: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """A hash of 64-bit integers (the finaliser of SplitMix64, doi:10.1145/2714064.2660195)."""
+    z = value + key + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def permuted(
+    index: npt.NDArray[np.uint64], size: int, key: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.uint64]:
+    """A permutation of 0 .. size - 1 at `index`, one for each key, without a table: 64 bits however large the text.
+
+    A Feistel network over the next power of four, walked until it lands inside (Black and Rogaway, 2002).
+    """
+    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    result = index.copy()
+    outside = np.ones(len(index), dtype=bool)
+    while outside.any():
+        left, right = result[outside] >> half, result[outside] & mask
+        keys = np.broadcast_to(key, index.shape)[outside]
+        for turn in range(6):
+            left, right = right, left ^ (_mix(right, keys + np.uint64(turn)) & mask)
+        result[outside] = (left << half) | right
+        outside = result >= np.uint64(size)
+    return result
