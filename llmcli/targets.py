@@ -1,20 +1,53 @@
-"""What the user's word names: a preset, a config file, a checkpoint folder or file."""
+"""What the user's word names: a preset, a config file, a checkpoint folder or file, a repository on the Hub.
+
+What exists here is never looked for elsewhere: a local path opens no socket and does not import huggingface_hub.
+"""
 
 from __future__ import annotations
 
 import difflib
+import os
+import re
 from pathlib import Path
 
-from llmcli import families, hf_config
+from llmcli import families, hf_config, hub, tensors
 from llmcli.config import ModelConfig, model_table, parse, presets, read_table
 from llmcli.errors import CheckpointError, UsageError
 from llmcli.hf_config import HfConfig
+from llmcli.hub import Headers, RepoId
+
+HUB = "hf://"
+"""In front of org/name: the Hub's repository is meant, whatever exists here."""
+
+_REPO = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>.+))?", re.ASCII)
 
 
-def read_config(target: str | Path) -> ModelConfig:
+def repo_id(target: str | Path, revision: str | None = None) -> RepoId | None:
+    """The Hub's repository that a target means (`org/name`, `org/name@revision`), or None for anything local.
+
+    A path that exists is local, whatever it looks like, and so is one in a folder that exists: `runs/bset` beside
+    `runs/best` is a slip, not a repository. Raises UsageError where `revision` does not go with the target.
+    """
+    text = str(target)
+    found = _REPO.fullmatch(text.removeprefix(HUB))
+    here = not text.startswith(HUB) and (os.path.lexists(text) or os.path.isdir(text.partition("/")[0]))
+    if found is None and text.startswith(HUB):
+        raise UsageError(f"{text}: not a repository of the Hub", f"Write {HUB}org/name or {HUB}org/name@revision.")
+    if found is None or here:
+        if revision is not None:
+            raise UsageError(f"--revision {revision}: {text} is not a repository of the Hub", "Leave it out.")
+        return None
+    inline = found["revision"]
+    if revision is not None and inline is not None and revision != inline:
+        raise UsageError(f"--revision {revision}: {text} already names a revision", "Name one of them.")
+    return RepoId(found["name"], revision or inline)
+
+
+def read_config(target: str | Path, *, revision: str | None = None, offline: bool = False) -> ModelConfig:
     """The complete config that a preset's name, a config file (ours or Hugging Face's) or a checkpoint means.
 
-    Raises UsageError when nothing of that name exists, and ConfigError when it cannot be read.
+    Of a repository on the Hub only config.json is fetched. Raises UsageError when nothing of that name exists, and
+    ConfigError when it cannot be read.
     """
     path = Path(target)
     if path.is_dir():
@@ -30,6 +63,8 @@ def read_config(target: str | Path) -> ModelConfig:
     if str(target) in known:
         source = known[str(target)]
         return families.complete(parse(model_table(read_table(source)), ModelConfig, source.name), source.name)
+    if repo := repo_id(target, revision):
+        return read_hf_config(hub.fetch_config(repo, offline)).config
     near = difflib.get_close_matches(str(target), known, n=1)
     raise UsageError(
         f"{target}: no such file or folder, and no preset of that name",
@@ -47,9 +82,51 @@ def read_hf_config(checkpoint: Path) -> HfConfig:
     return hf_config.read(read_table(path), str(path))
 
 
-def find_checkpoint(target: str | Path) -> Path:
-    """The folder or file of a checkpoint. Raises UsageError when there is none of that name."""
+def find_checkpoint(target: str | Path, *, revision: str | None = None, offline: bool = False) -> Path:
+    """The folder or file of a checkpoint; a repository of the Hub is downloaded first, as far as the cache lacks it.
+
+    With `offline` the network is not touched. Raises UsageError when there is none of that name, CheckpointError when
+    it cannot be had.
+    """
+    repo = repo_id(target, revision)
+    if repo:
+        return hub.fetch(repo, offline)
+    return _existing(target)
+
+
+def read_headers(target: str | Path, *, revision: str | None = None, offline: bool = False) -> Headers:
+    """The tensors of a checkpoint without their values; of one on the Hub only the files' beginnings are transferred.
+
+    Raises as `find_checkpoint` does, and CheckpointError for damaged files.
+    """
+    repo = repo_id(target, revision)
+    if repo:
+        return hub.fetch_headers(repo, offline)
+    path = _existing(target)
+    return Headers(path, tensors.read_checkpoint(path), here=True)
+
+
+def _existing(target: str | Path) -> Path:
     path = Path(target)
-    if not path.exists():
-        raise UsageError(f"{target}: no such checkpoint", "Give a folder that holds config.json and model.safetensors.")
-    return path
+    if os.path.exists(path):
+        return path
+    text = str(target)
+    near = difflib.get_close_matches(path.name, _names(path.parent), n=1)
+    hint = f"Did you mean '{path.parent / near[0]}'? " if near else ""
+    if text in presets():
+        hint += f"'{text}' is the name of a preset, which has sizes but no weights. "
+    if _REPO.fullmatch(text):  # its first part is a folder here
+        hint += f"Write {HUB}{text} to mean the Hub's repository."
+    elif "/" not in text:
+        hint += "Give a folder with config.json and model.safetensors, or org/name for one on the Hub."
+    raise UsageError(
+        f"{text}: no such file or folder",
+        hint.strip() or "Give a folder that holds config.json and model.safetensors.",
+    )
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
