@@ -70,7 +70,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     local_rope_theta: Positive | None = None
     rotary_size: Size | None = None
     nope_layers: tuple[Annotated[int, Meta(ge=0)], ...] | None = None
-    query_scale: Positive | None = None
+    query_scale: Size | None = None
     attention_softcap: Positive | None = None
     logit_softcap: Positive | None = None
     norm_eps: Positive | None = None

@@ -65,6 +65,7 @@ def read(table: dict[str, Any], source: str) -> HfConfig:
         table = inner
         notes.append(f"the language model is described under text_config of a {outer.get('model_type')!r} config")
     family = _family(table if "model_type" in table else outer, source)
+    table = family.hf_read(table)
     _refuse_unsupported(table, family, source)
 
     values: dict[str, Any] = {"family": family.name}
@@ -111,7 +112,8 @@ def _family(table: dict[str, Any], source: str) -> Family:
     architectures = table.get("architectures")
     for name in families.names():
         family = families.get(name)
-        if bare in (family.hf_model_type, name if model_type.startswith(PRIVATE) else None):
+        types = (family.hf_model_type, *family.hf_other_types)
+        if bare in (*types, name if model_type.startswith(PRIVATE) else None):
             return family
         if not model_type and isinstance(architectures, list) and family.hf_architecture in architectures:
             return family
@@ -121,8 +123,9 @@ def _family(table: dict[str, Any], source: str) -> Family:
 
 
 def _refuse_unsupported(table: dict[str, Any], family: Family, source: str) -> None:
+    read = set(family.hf_fields.values())
     for key, supported in (_REFUSED | dict(family.hf_requires)).items():
-        if key in table and table[key] not in supported:
+        if key not in read and key in table and table[key] not in supported:
             means = " or ".join(msgspec.json.encode(value).decode() for value in supported)
             raise ConfigError(
                 f"{source}: {key} = {table[key]!r} changes the computation and is not supported for {family.name}",
@@ -226,11 +229,13 @@ def write(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "tie_word_embeddings": config.tie_word_embeddings,
         "dtype": dtype,
         "torch_dtype": dtype,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),  # a reader's default may lie outside V
         **family.hf_writes,
     }
     for ours, theirs in family.hf_fields.items():
         for key in (theirs,) if isinstance(theirs, str) else theirs:
-            table[key] = getattr(config, ours)
+            if not key.startswith("_"):
+                table[key] = getattr(config, ours)
     if "rope_theta" in family.keys:
         scaling = msgspec.to_builtins(config.rope_scaling) if config.rope_scaling else {"type": "default"}
         scaling["rope_type"] = scaling.pop("type")
@@ -238,6 +243,7 @@ def write(config: ModelConfig, dtype: str) -> dict[str, Any]:
         table["rope_parameters"] = {"rope_theta": config.rope_theta, **scaling}
         if config.rope_scaling:
             table["rope_scaling"] = scaling
+    table |= family.hf_write(config)
     if config.num_layers == 0 or private_reasons(config):
         table["model_type"] = PRIVATE + family.name
         table["architectures"] = ["Llmcli" + family.hf_architecture]

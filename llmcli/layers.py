@@ -282,7 +282,7 @@ class Experts(nn.Module):
         super().__init__()
         count = cast(int, config.num_experts)
         self.router = nn.Linear(config.embed_dim, count, bias=False)
-        self.experts = nn.ModuleList(GatedFeedForward(config, activation) for _ in range(count))
+        self.experts = nn.ModuleList(GatedFeedForward(config, activation, bias=False) for _ in range(count))
         self.top_k = cast(int, config.top_k_experts)
         self.renormalise = config.renormalise_experts
 

@@ -26,6 +26,30 @@ CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "mistral": (transformers.MistralConfig, {**ROPE, "sliding_window": 9, "head_dim": 8}),
     "mixtral": (transformers.MixtralConfig, {**ROPE, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "gemma": (transformers.GemmaConfig, {**ROPE, "num_key_value_heads": 1, "head_dim": 8}),
+    "qwen2": (transformers.Qwen2Config, ROPE),
+    "qwen3": (transformers.Qwen3Config, {**ROPE, "head_dim": 8}),
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        {**ROPE, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
+    "gemma2": (
+        transformers.Gemma2Config,
+        {
+            **ROPE,
+            "head_dim": 8,
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 3,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3": (
+        transformers.Gemma3TextConfig,
+        {**ROPE, "head_dim": 8, "sliding_window": 9, "query_pre_attn_scalar": 3, "sliding_window_pattern": 2},
+    ),
+    "phi3": (transformers.Phi3Config, {**ROPE, "pad_token_id": 0}),
+    "olmo2": (transformers.Olmo2Config, ROPE),
+    "smollm3": (transformers.SmolLM3Config, {**ROPE, "no_rope_layer_interval": 2, "pad_token_id": 0}),
 }
 FAMILIES = tuple(CONFIGS)
 

@@ -86,13 +86,22 @@ class Family:
     defaults: Mapping[str, Any]
     """What a config of ours means by a key it leaves out; a callable is given the config."""
     hf_fields: Mapping[str, str | tuple[str, ...]]
-    """Our key -> theirs; of several spellings any is read, and all are written."""
+    """Our key -> theirs; of several spellings any is read, and all are written.
+
+    A name that begins with an underscore is none of theirs: `hf_read` puts it there, and it is not written.
+    """
     hf_defaults: Mapping[str, Any]
     """What transformers takes for a field (in our words) that config.json leaves out."""
     hf_requires: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Fields that change the computation, with the values that mean what is computed here; others are refused."""
     hf_writes: Mapping[str, Any] = field(default_factory=dict)
     """Fields written beside the mapped ones, because a reader's default could differ."""
+    hf_other_types: tuple[str, ...] = ()
+    """Further model types of the same family: wrappers that hold it under `text_config`."""
+    hf_read: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    """config.json's table in the spelling that `hf_fields` reads, for what a renaming cannot say."""
+    hf_write: Callable[[ModelConfig], dict[str, Any]] = field(default=lambda config: {})
+    """The inverse of `hf_read`: fields computed from the whole config, laid over the mapped ones."""
 
     def tensors(self, config: ModelConfig) -> Iterator[Tensor]:
         """Every tensor of a complete config, in the order of the forward pass."""
