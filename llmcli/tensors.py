@@ -1,4 +1,4 @@
-"""Safetensors files without torch: headers checked, and one tensor at a time by memory map.
+"""Safetensors files without torch: headers checked, and one tensor at a time.
 
 The format: eight bytes of header length (little-endian), a JSON header, the data (huggingface/safetensors README).
 """
@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from llmcli.errors import CheckpointError
 
@@ -21,12 +23,14 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-MAX_HEADER = 100_000_000
-"""The longest header that safetensors' own reader accepts, in bytes."""
+MAX_HEADER = 16_000_000
+"""The longest header read, in bytes: enough for some 100,000 tensors in one file. (The format allows 100 MB.)"""
+MAX_INDEX = 64_000_000
+"""The longest shard index read, in bytes."""
 
 SIZES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1,
-    "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+    "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8,
 }  # fmt: skip
 """Bytes per element of the format's types."""
 
@@ -35,9 +39,12 @@ _NUMPY = {
     "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1", "BOOL": "?",
 }  # fmt: skip
 
+_CHUNK = 1 << 22  # bytes read at a time where a whole tensor is gone through
+_SAMPLE = 16  # rows by which two different matrices are nearly always told apart
+
 
 class TensorInfo(msgspec.Struct, frozen=True):
-    """Where one tensor lies: `start` and `end` are byte offsets in `file`."""
+    """Where one tensor lies: `start` and `end` are byte offsets in `file` (in a pickle: 0 and the tensor's size)."""
 
     name: str
     dtype: str
@@ -47,6 +54,20 @@ class TensorInfo(msgspec.Struct, frozen=True):
     end: int
 
 
+class _Entry(msgspec.Struct):
+    """A tensor as a header describes it."""
+
+    dtype: str
+    shape: list[Annotated[int, Meta(ge=0, lt=2**63)]]
+    data_offsets: tuple[Annotated[int, Meta(ge=0, lt=2**63)], Annotated[int, Meta(ge=0, lt=2**63)]]
+
+
+_ENTRY = msgspec.json.Decoder(_Entry)
+_HEADER = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_INDEX = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_WEIGHT_MAP = msgspec.json.Decoder(dict[str, str])
+
+
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """The tensors of one safetensors file by name. Raises CheckpointError, naming the file and what is wrong.
 
@@ -54,17 +75,26 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     type, each shape against its offsets, and that the tensors cover the data without gap or overlap.
     """
     try:
+        if not path.is_file():  # a pipe would be waited for, a device has no end
+            raise CheckpointError(f"{path}: not a regular file", "Give a safetensors file.")
         size = path.stat().st_size
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
+            first = file.read(8)
             if size < 8:
                 raise CheckpointError(
                     f"{path}: {size} bytes, too short for a safetensors file", "It is truncated or empty; get it again."
                 )
-            if length > min(size - 8, MAX_HEADER):
+            _refuse_other_formats(first, path)
+            length = int.from_bytes(first, "little")
+            if length > size - 8:
                 raise CheckpointError(
                     f"{path}: its header claims {length:,} bytes, the file has {size:,}",
                     "It is not a safetensors file, or it is truncated; get it again.",
+                )
+            if length > MAX_HEADER:
+                raise CheckpointError(
+                    f"{path}: its header of {length:,} bytes is longer than the {MAX_HEADER:,} that are read",
+                    "No checkpoint of a known family has a header of that length.",
                 )
             raw = file.read(length)
     except OSError as error:
@@ -74,19 +104,32 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     return parse_header(raw, path, size)
 
 
+def _refuse_other_formats(first: bytes, path: Path) -> None:
+    """Name what is often found under the name of a safetensors file, from its first eight bytes."""
+    if first == b"version ":
+        raise CheckpointError(
+            f"{path}: a Git LFS pointer instead of the file it points to", "Fetch the file itself: git lfs pull."
+        )
+    if first[:4] == b"PK\x03\x04" or first[:2] in (b"\x80\x02", b"\x80\x04"):
+        raise CheckpointError(f"{path}: a PyTorch pickle under another name", "Give it the ending .bin.")
+    if first[:4] == b"GGUF":
+        raise CheckpointError(f"{path}: a GGUF file", "llmcli reads safetensors; get the original checkpoint.")
+
+
 def parse_header(raw: bytes, path: Path, size: int) -> dict[str, TensorInfo]:
     """The tensors that a header describes: `raw` is its JSON, `size` the bytes of the whole file `path`.
 
     Raises CheckpointError as `read_header` does, of which this is the part that needs no file.
     """
     try:
-        header = json.loads(raw)
-    except (ValueError, RecursionError) as error:
+        header = _HEADER.decode(raw)
+    except msgspec.ValidationError:
+        raise CheckpointError(f"{path}: its header is not a table of tensors", "The file is damaged.") from None
+    except (ValueError, RecursionError) as error:  # msgspec.DecodeError is a ValueError
         raise CheckpointError(
             f"{path}: its header is not JSON ({error})", "It is not a safetensors file, or it is damaged."
         ) from None
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{path}: its header is not a table of tensors", "The file is damaged; get it again.")
+    _refuse_twice(raw, header, path)
     header.pop("__metadata__", None)
     data = 8 + len(raw)
     infos = {name: _tensor_info(path, name, entry, data) for name, entry in header.items()}
@@ -94,26 +137,49 @@ def parse_header(raw: bytes, path: Path, size: int) -> dict[str, TensorInfo]:
     return infos
 
 
-def _tensor_info(path: Path, name: str, entry: Any, data: int) -> TensorInfo:
+def _refuse_twice(raw: bytes, header: dict[str, msgspec.Raw], path: Path) -> None:
+    """Refuse a header that names a tensor twice: readers would disagree on which of the two holds."""
+    if b"\\" not in raw and raw.count(b'"data_offsets"') == len(header.keys() - {"__metadata__"}):
+        return  # every entry has one, and nothing can hide behind an escape: as many entries as names
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(items)
+        if len(table) != len(items):
+            names = [name for name, _ in items]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise CheckpointError(f"{path}: its header names '{clip(twice)}' twice", "The file is damaged.")
+        return table
+
     try:
-        dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        numbers = [*shape, start, end]
-        if not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers):
+        json.loads(raw, object_pairs_hook=pairs)
+    except (ValueError, RecursionError):  # stricter in nothing that matters here; what is wrong is found below
+        return
+
+
+def _tensor_info(path: Path, name: str, entry: msgspec.Raw, data: int) -> TensorInfo:
+    if len(name) > 500 or not name.isprintable():
+        raise CheckpointError(f"{path}: {clip(repr(name))} is no tensor's name", "The file is damaged.")
+    try:
+        found = _ENTRY.decode(entry)
+        if len(found.shape) > 64:
             raise ValueError
-    except (TypeError, KeyError, ValueError):
+    except (ValueError, RecursionError):
         raise CheckpointError(
             f"{path}: tensor '{name}' is not described as dtype, shape and data_offsets", "The file is damaged."
         ) from None
-    if dtype not in SIZES:
+    if found.dtype not in SIZES:
         raise CheckpointError(
-            f"{path}: tensor '{name}' has the unknown type {dtype!r}", f"Known types: {', '.join(SIZES)}."
+            f"{path}: tensor '{name}' has the unknown type {clip(repr(found.dtype))}",
+            f"Known types: {', '.join(SIZES)}.",
         )
-    if end - start != prod(shape) * SIZES[dtype]:
+    start, end = found.data_offsets
+    wanted = prod(found.shape) * SIZES[found.dtype]
+    if end - start != wanted:
         raise CheckpointError(
-            f"{path}: tensor '{name}' of {dtype} {shape} has {end - start:,} bytes, not {prod(shape) * SIZES[dtype]:,}",
+            f"{path}: tensor '{name}' of {found.dtype} {found.shape} has {end - start:,} bytes, not {wanted:,}",
             "The file is damaged; get it again.",
         )
-    return TensorInfo(name, dtype, tuple(shape), path, data + start, data + end)
+    return TensorInfo(name, found.dtype, tuple(found.shape), path, data + start, data + end)
 
 
 def _check_cover(path: Path, infos: dict[str, TensorInfo], data: int, size: int) -> None:
@@ -132,18 +198,43 @@ def _check_cover(path: Path, infos: dict[str, TensorInfo], data: int, size: int)
         )
 
 
+def write_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
+    """The first bytes of a safetensors file that holds these (name, type, shape) one behind the other.
+
+    Padded with spaces so that the data begins at a multiple of eight, as the format asks.
+    """
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, dtype, shape in tensors:
+        end = position + prod(shape) * SIZES[dtype]
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, end]}
+        position = end
+    header = msgspec.json.encode(entries)
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header
+
+
 def read_array(info: TensorInfo) -> npt.NDArray[Any]:
     """The stored values, memory-mapped and read-only; bfloat16 as the uint16 of its bits. Raises CheckpointError."""
     import numpy as np
 
-    if info.dtype not in _NUMPY:
-        raise CheckpointError(f"{info.file}: tensor '{info.name}' is {info.dtype}, a type that is not read here")
-    dtype = np.dtype(_NUMPY[info.dtype])
+    dtype = _numpy_type(info)
     if info.end == info.start:
         return np.empty(info.shape, dtype)
-    with info.file.open("rb") as file:
-        mapped = mmap.mmap(file.fileno(), info.end, access=mmap.ACCESS_READ)
+    try:
+        with info.file.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), info.end, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{info.file}: cannot be read ({error})", "It changed while it was being read.") from None
     return np.frombuffer(mapped, dtype, count=prod(info.shape), offset=info.start).reshape(info.shape)
+
+
+def _numpy_type(info: TensorInfo) -> np.dtype[Any]:
+    import numpy as np
+
+    if info.dtype not in _NUMPY:
+        raise CheckpointError(f"{info.file}: tensor '{info.name}' is {info.dtype}, a type that is not read here")
+    return np.dtype(_NUMPY[info.dtype])
 
 
 def as_float32(array: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float32]:
@@ -162,6 +253,24 @@ def row_chunks(info: TensorInfo, rows: int) -> Iterator[tuple[int, npt.NDArray[n
         yield start, as_float32(array[start : start + rows], info.dtype)
 
 
+ReadRows = Callable[[TensorInfo, int, int], bytes]
+"""(tensor, first row, row behind the last) -> their bytes as stored."""
+
+
+def read_rows(info: TensorInfo, start: int, stop: int) -> bytes:
+    """The bytes of some rows (of its first axis). By reading, so that a matrix gone through costs no memory."""
+    width = (info.end - info.start) // info.shape[0]
+    try:
+        with info.file.open("rb", buffering=0) as file:
+            file.seek(info.start + start * width)
+            raw = file.read((stop - start) * width)
+    except OSError as error:
+        raise CheckpointError(f"{info.file}: cannot be read ({error.strerror})", "Check its permissions.") from None
+    if len(raw) != (stop - start) * width:
+        raise CheckpointError(f"{info.file}: is shorter than it was", "It changed while it was being read.")
+    return raw
+
+
 class Comparison(msgspec.Struct, frozen=True):
     """Whether two tensors hold the same values, and the largest difference between them."""
 
@@ -170,87 +279,258 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 def compare(a: TensorInfo, b: TensorInfo) -> Comparison:
-    """Two tensors of one shape, in chunks. NaN equals NaN in the same place; otherwise its difference is NaN."""
+    """Two tensors of one shape. NaN equals NaN in the same place; otherwise its difference is NaN."""
+    same = equal(a, b)
+    return Comparison(same, 0.0 if same else max_difference(a, b))
+
+
+def equal(a: TensorInfo, b: TensorInfo, read: ReadRows = read_rows) -> bool:
+    """Whether two tensors of one shape hold the same bits, or the same values where their types differ.
+
+    A few rows are compared first: two matrices that were trained apart cost almost nothing to tell apart.
+    """
+    if not prod(a.shape):
+        return True
+    if not a.shape:
+        return equal(_flat(a), _flat(b), read)
+    rows = a.shape[0]
+    sample = sorted({n * (rows - 1) // (_SAMPLE - 1) for n in range(_SAMPLE)})
+    for start, stop in (*((row, row + 1) for row in sample), *_chunks(a, b)):
+        if a.dtype == b.dtype:
+            if read(a, start, stop) != read(b, start, stop):
+                return False
+        else:
+            import numpy as np
+
+            if not np.array_equal(_values(a, start, stop, read), _values(b, start, stop, read), equal_nan=True):
+                return False
+    return True
+
+
+def max_difference(a: TensorInfo, b: TensorInfo, read: ReadRows = read_rows) -> float:
+    """The largest |a - b| of two tensors of one shape; where both hold the same (NaN or infinity too) it is 0."""
     import numpy as np
 
-    rows = max(1, (1 << 22) // max(1, prod(a.shape[1:])))
-    equal, largest = True, 0.0
-    for (_, x), (_, y) in zip(row_chunks(a, rows), row_chunks(b, rows), strict=True):
-        if not np.array_equal(x, y, equal_nan=True):
-            equal = False
-            largest = float(np.maximum(largest, np.max(np.abs(x - y))))
-    return Comparison(equal, largest)
+    if not prod(a.shape):
+        return 0.0
+    if not a.shape:
+        return max_difference(_flat(a), _flat(b), read)
+    largest = 0.0
+    for start, stop in _chunks(a, b):
+        x, y = _values(a, start, stop, read), _values(b, start, stop, read)
+        with np.errstate(invalid="ignore", over="ignore"):
+            differences = np.where((x == y) | (np.isnan(x) & np.isnan(y)), 0, np.abs(x - y))
+        largest = float(np.maximum(largest, differences.max()))
+    return largest
+
+
+def _flat(info: TensorInfo) -> TensorInfo:
+    return msgspec.structs.replace(info, shape=(prod(info.shape),))
+
+
+def _chunks(a: TensorInfo, b: TensorInfo) -> Iterator[tuple[int, int]]:
+    width = max(a.end - a.start, b.end - b.start) // a.shape[0]
+    step = max(1, _CHUNK // max(1, width))
+    return ((start, min(start + step, a.shape[0])) for start in range(0, a.shape[0], step))
+
+
+def _values(info: TensorInfo, start: int, stop: int, read: ReadRows) -> npt.NDArray[Any]:
+    """Rows as numbers: float64 stays, everything else becomes float32."""
+    import numpy as np
+
+    stored = np.frombuffer(read(info, start, stop), _numpy_type(info))
+    return stored if info.dtype == "F64" else as_float32(stored, info.dtype)
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """The tensors of a checkpoint by name, over all its files, and what is worth saying about the files."""
+    """The tensors of a checkpoint by name, over all its files.
+
+    `notes` is what is odd about the files without making them unreadable.
+    """
 
     infos: dict[str, TensorInfo]
     files: tuple[Path, ...]
     notes: tuple[str, ...] = ()
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
-    """The headers of a checkpoint: one safetensors file, or a folder with one or with shards and their index.
+class Files(msgspec.Struct, frozen=True):
+    """The files that hold a checkpoint's weights, and what its index says of them (None: it has none)."""
 
-    Raises CheckpointError: no such files, an index that names what is not there (all of it is listed), a file outside
-    the folder, a tensor in two shards.
+    paths: tuple[Path, ...]
+    index: Path | None = None
+    notes: tuple[str, ...] = ()
+
+
+PICKLES = (".bin", ".pt", ".pth")
+"""Endings of PyTorch's pickles."""
+
+_NAMES = ("model.safetensors", "pytorch_model.bin")
+_OTHERS = {
+    "adapter_model.safetensors": "an adapter, not a whole model: merge it into its base model first",
+    "adapter_model.bin": "an adapter, not a whole model: merge it into its base model first",
+    "consolidated*.safetensors": "the maker's own layout: get the Hugging Face form of this checkpoint",
+    "consolidated*.pth": "the maker's own layout: get the Hugging Face form of this checkpoint",
+    "*.gguf": "GGUF, which llmcli does not read: get the original checkpoint",
+    "tf_model.h5": "TensorFlow weights: load them in transformers with from_tf=True and save again",
+    "flax_model.msgpack": "Flax weights: load them in transformers with from_flax=True and save again",
+    "*.safetensors": "weights under another name: give the file itself instead of the folder",
+    "*.bin": "weights under another name: give the file itself instead of the folder",
+    "*.pt*": "weights under another name: give the file itself instead of the folder",
+}
+
+
+def find_files(path: Path) -> Files:
+    """Where a checkpoint's weights are: the file itself, or in a folder one file or shards, safetensors before pickles.
+
+    Raises CheckpointError: nothing there (naming what is there instead), shards missing (all are listed), a file or
+    link that leads out of the folder.
     """
     if path.is_file():
-        return Checkpoint(read_header(path), (path,))
-    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
-    if index.exists():
-        return _read_shards(path, index)
-    if single.exists():
-        return Checkpoint(read_header(single), (single,))
-    here = sorted(p.name for p in path.iterdir())[:12] if path.is_dir() else []
+        return Files((path,))
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such folder", "Check the path.")
+    for name in _NAMES:
+        single, index = inside(path, name), inside(path, f"{name}.index.json")
+        if single:
+            stale = (f"{name} and an index of shards are both there: {name} is read",) if index else ()
+            return Files((single,), None, stale)
+        if index:
+            return Files(_shards(path, index, set(_weight_map(index).values())), index)
+        # Shards that lost their index: the numbers in their names say whether all are there.
+        stem, ending = name.split(".")
+        numbered = {
+            p.name: int(found[1])
+            for p in path.iterdir()
+            if (found := re.fullmatch(rf"{stem}-\d{{5}}-of-(\d{{5}})\.{ending}", p.name))
+        }
+        for count in sorted(set(numbered.values())):
+            wanted = {f"{stem}-{n:05d}-of-{count:05d}.{ending}" for n in range(1, count + 1)}
+            return Files(_shards(path, path, wanted), None, ("the shards have no index",))
+    for pattern, meaning in _OTHERS.items():
+        if there := sorted(p.name for p in path.glob(pattern)):
+            what, _, hint = meaning.partition(": ")
+            raise CheckpointError(
+                f"{path}: no model.safetensors; {there[0]} is {what}", f"{hint[:1].upper()}{hint[1:]}."
+            )
+    here = sorted(p.name for p in path.iterdir())[:12]
     raise CheckpointError(
-        f"{path}: no model.safetensors and no model.safetensors.index.json"
-        + ("" if path.is_dir() else " (no such folder)"),
-        f"The folder holds: {', '.join(here)}." if here else "Check the path.",
+        f"{path}: no model.safetensors and no model.safetensors.index.json",
+        f"The folder holds: {', '.join(here)}." if here else "The folder is empty.",
     )
 
 
-def _read_shards(folder: Path, index: Path) -> Checkpoint:
-    try:
-        table = json.loads(index.read_bytes())
-        weight_map = table["weight_map"]
-        wrong = not all(isinstance(k, str) and isinstance(v, str) for k, v in weight_map.items())
-    except OSError as error:
-        raise CheckpointError(f"{index}: cannot be read ({error.strerror})", "Check its permissions.") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        wrong = True
-    if wrong:
-        raise CheckpointError(f"{index}: not an index (a JSON table with weight_map: tensor -> file)", "Get it again.")
-    shards = sorted(set(weight_map.values()))
-    root = folder.resolve()
-    if outside := [name for name in shards if "/" in name or "\\" in name or name in ("", ".", "..")]:
+def inside(folder: Path, name: str) -> Path | None:
+    """A file of a checkpoint's folder, or None. Raises CheckpointError when it is a link that leads out of the folder.
+
+    The Hub's cache is the one exception: its snapshots consist of links to the blobs beside them.
+    """
+    path = folder / name
+    if not path.is_file():
+        return None
+    if path.is_symlink():
+        root, target = folder.resolve(), path.resolve()
+        blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else None
+        if not target.is_relative_to(root) and target.parent != blobs:
+            raise CheckpointError(
+                f"{path}: a link out of the folder, to {target}",
+                "Put the file itself into the folder, or give the folder that it is in.",
+            )
+    return path
+
+
+def read_checkpoint(path: Path, read: Callable[[Path], dict[str, TensorInfo]] = read_header) -> Checkpoint:
+    """The tensors of a checkpoint, from headers alone; `read` gives those of one file.
+
+    Raises CheckpointError: what `find_files` and `read` refuse, an index that names what no shard holds (all of it is
+    listed), a tensor in two shards, a pickle where `read` cannot open one.
+    """
+    files = find_files(path)
+    if read is read_header and (pickles := [p.name for p in files.paths if p.suffix in PICKLES]):
         raise CheckpointError(
-            f"{index}: names files outside its folder: {', '.join(outside)}", "Do not trust this checkpoint."
-        )
-    if missing := [name for name in shards if not (folder / name).is_file()]:
-        raise CheckpointError(
-            f"{index}: {len(missing)} of {len(shards)} shards are missing: {', '.join(missing)}",
-            "Get the missing files.",
+            f"{path}: {', '.join(pickles)}: PyTorch pickles, which are not opened without torch",
+            f"Convert the checkpoint: llmcli load-hf {path} --out NEW_FOLDER.",
         )
     infos: dict[str, TensorInfo] = {}
-    notes: list[str] = []
-    for name in shards:
-        for key, info in read_header(root / name).items():
+    for file in files.paths:
+        for key, info in read(file).items():
             if key in infos:
-                raise CheckpointError(
-                    f"{folder}: tensor '{key}' is in {infos[key].file.name} and in {name}", "Remove one."
-                )
+                raise CheckpointError(f"{path}: tensor '{key}' is in {infos[key].file.name} and in {file.name}")
             infos[key] = info
+    notes = [*files.notes, *(_check_index(files.index, infos) if files.index else ())]
+    return Checkpoint(infos, files.paths, tuple(notes))
+
+
+def _index_table(index: Path) -> dict[str, msgspec.Raw]:
+    try:
+        if (size := index.stat().st_size) > MAX_INDEX:
+            raise CheckpointError(f"{index}: {size:,} bytes are too many for an index", "Get it again.")
+        return _INDEX.decode(index.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{index}: cannot be read ({error.strerror})", "Check its permissions.") from None
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{index}: not a JSON table", "Get it again.") from None
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        return _WEIGHT_MAP.decode(_index_table(index)["weight_map"])
+    except (ValueError, KeyError, RecursionError):
+        raise CheckpointError(
+            f"{index}: not an index (a JSON table with weight_map: tensor -> file)", "Get it again."
+        ) from None
+
+
+def _shards(folder: Path, source: Path, names: set[str]) -> tuple[Path, ...]:
+    """The shards of those names. Raises CheckpointError, beginning with `source`, for any that is not there."""
+    if outside := sorted(n for n in names if re.search(r"[/\\]", n) or n in ("", ".", "..") or not n.isprintable()):
+        raise CheckpointError(
+            f"{source}: names files outside its folder: {listing(map(repr, outside))}", "Do not trust this checkpoint."
+        )
+    if not names:
+        raise CheckpointError(f"{source}: names no shards at all", "Get the checkpoint again.")
+    try:
+        missing = sorted(name for name in names if not (folder / name).is_file())
+    except OSError as error:  # a name too long for the file system
+        raise CheckpointError(f"{source}: names what cannot be a file ({error.strerror})", "Get it again.") from None
+    if missing:
+        raise CheckpointError(
+            f"{source}: {len(missing)} of {len(names)} shards are missing: {listing(missing)}", "Get the missing files."
+        )
+    return tuple(path for name in sorted(names) if (path := inside(folder, name)))
+
+
+def _check_index(index: Path, infos: dict[str, TensorInfo]) -> list[str]:
+    """What an index says that its shards do not. Raises CheckpointError for tensors that no shard holds."""
+    weight_map = _weight_map(index)
     if absent := sorted(key for key in weight_map if key not in infos):
         raise CheckpointError(
-            f"{index}: names {len(absent)} tensors that no shard holds: {', '.join(absent)}",
+            f"{index}: names {len(absent)} tensors that no shard holds: {listing(absent)}",
             "The shards and the index do not belong together.",
         )
+    notes = []
+    if elsewhere := sorted(key for key, file in weight_map.items() if infos[key].file.name != file):
+        notes.append(f"the index places {len(elsewhere)} tensors in another shard: {listing(elsewhere)}")
     if unnamed := sorted(key for key in infos if key not in weight_map):
-        notes.append(f"the shards hold {len(unnamed)} tensors that the index does not name: {', '.join(unnamed)}")
-    total = table.get("metadata", {}).get("total_size") if isinstance(table.get("metadata"), dict) else None
+        notes.append(f"the shards hold {len(unnamed)} tensors that the index does not name: {listing(unnamed)}")
     real = sum(info.end - info.start for info in infos.values())
-    if total is not None and total != real:
-        notes.append(f"the index claims {total} bytes of tensors, the shards hold {real}")
-    return Checkpoint(infos, tuple(root / name for name in shards), tuple(notes))
+    try:
+        metadata = msgspec.json.decode(_index_table(index).get("metadata", msgspec.Raw(b"{}")), type=dict[str, Any])
+    except (ValueError, RecursionError):
+        metadata = {}
+    claimed = metadata.get("total_size", real)
+    if claimed != real:
+        notes.append(f"the index claims {clip(str(claimed))} bytes of tensors, the shards hold {real}")
+    return notes
+
+
+def listing(names: Iterable[str], most: int = 50) -> str:
+    """Names in a row for a message; of very many the first, and how many more."""
+    names = list(names)
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(clip(name) for name in names[:most]) + more
+
+
+def clip(text: str, most: int = 200) -> str:
+    """Text that a file holds, fit for a message: on one line, and not endless."""
+    shown = text if text.isprintable() else ascii(text)[1:-1]
+    return shown if len(shown) <= most else f"{shown[:most]}…"
