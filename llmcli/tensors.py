@@ -54,12 +54,15 @@ class TensorInfo(msgspec.Struct, frozen=True):
     end: int
 
 
+_Count = Annotated[int, Meta(ge=0, le=2**62)]
+
+
 class _Entry(msgspec.Struct):
     """A tensor as a header describes it."""
 
     dtype: str
-    shape: list[Annotated[int, Meta(ge=0, lt=2**63)]]
-    data_offsets: tuple[Annotated[int, Meta(ge=0, lt=2**63)], Annotated[int, Meta(ge=0, lt=2**63)]]
+    shape: list[_Count]
+    data_offsets: tuple[_Count, _Count]
 
 
 _ENTRY = msgspec.json.Decoder(_Entry)
