@@ -1,0 +1,79 @@
+"""llmcli presets: the models and recipes that have a name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from llmcli.commands import AsJson
+from llmcli.output import emit, quantity, write
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+class Preset(msgspec.Struct, frozen=True, kw_only=True):
+    """A preset as it is listed; `source` is the first line of its file."""
+
+    name: str
+    family: str
+    total: int
+    active: int
+    tie_word_embeddings: bool
+    source: str
+
+
+def run(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Print this preset's file instead.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the presets with family, size and source, or print one.
+
+    Example: llmcli presets gemma-2b
+    """
+    from llmcli.config import presets, read_table
+    from llmcli.errors import UsageError
+    from llmcli.params import count
+    from llmcli.targets import read_config
+
+    files = presets()
+    if name is None:
+        counts = {preset: count(read_config(preset)) for preset in files}
+        listed = [
+            Preset(
+                name=preset,
+                family=counts[preset].family,
+                total=counts[preset].total,
+                active=counts[preset].active,
+                tie_word_embeddings=counts[preset].tie_word_embeddings,
+                source=path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# "),
+            )
+            for preset, path in files.items()
+        ]
+        emit(sorted(listed, key=lambda preset: (preset.family, preset.total)), view, as_json)
+    elif name not in files:
+        raise UsageError(f"{name}: no preset of that name", f"Presets: {', '.join(files)}.")
+    elif as_json:
+        emit(read_table(files[name]), lambda _: "", as_json)
+    else:
+        write(files[name].read_text(encoding="utf-8"))
+
+
+def view(presets: list[Preset]) -> Table:
+    """One row a preset."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("preset", "family"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("parameters", justify="right", no_wrap=True)
+    table.add_column("active", justify="right", no_wrap=True)
+    table.add_column("output", no_wrap=True)
+    table.add_column("what it is", style="dim")
+    for preset in presets:
+        active = quantity(preset.active) if preset.active != preset.total else ""
+        tied = "tied" if preset.tie_word_embeddings else "untied"
+        table.add_row(preset.name, preset.family, quantity(preset.total), active, tied, preset.source)
+    return table
