@@ -147,9 +147,10 @@ def _refuse_unsupported(table: dict[str, Any], family: Family, source: str) -> N
                 f"{source}: layer_types has {', '.join(other)}: every layer of {family.name} here is {wanted}",
                 "Mixed kinds of layers are not supported for this family.",
             )
-    if table.get("num_hidden_layers", table.get("n_layer")) == 0 and not _is_private(table):
+    layers = str(family.hf_fields["num_layers"])
+    if table.get(layers) == 0 and not _is_private(table):
         raise ConfigError(
-            f"{source}: no layers at all: Hugging Face's models still apply a final norm there, llmcli's do not",
+            f"{source}: {layers} = 0: Hugging Face's models still apply a final norm there, llmcli's do not",
             f'A model without layers is written with model_type "{PRIVATE}{family.name}".',
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import transformers
 from llmcli import checkpoint, families, hf_config, load_model
 from llmcli.cache import new_cache
 from llmcli.config import ModelConfig
+from llmcli.errors import ConfigError
 from llmcli.model import Decoder
 
 TOLERANCE = 2e-4
@@ -129,16 +131,106 @@ def test_gemma_scales_embeddings_in_the_type_of_the_matrix() -> None:
     assert embeddings.to(torch.bfloat16).scale == 45.25
 
 
-@pytest.mark.parametrize("experts", [1, 4])
-def test_one_expert_or_all_experts_equal_transformers(tmp_path: Path, ids: torch.Tensor, experts: int) -> None:
-    theirs = hf.make("mixtral", tmp_path, num_experts_per_tok=experts)
-    torch.testing.assert_close(logits(load_model(tmp_path), ids), logits(theirs, ids), atol=TOLERANCE, rtol=0)
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"attention_bias": True, "mlp_bias": True}),
+    ("llama", {"num_key_value_heads": 4}),
+    ("llama", {"head_dim": 6}),
+    ("mistral", {"sliding_window": None}),
+    ("mistral", {"sliding_window": 500}),
+    ("mixtral", {"num_experts_per_tok": 1}),
+    ("mixtral", {"num_experts_per_tok": 4}),
+    ("gemma", {"attention_bias": True}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    ("qwen2", {"use_sliding_window": False, "sliding_window": 9}),
+    ("qwen3", {"attention_bias": True, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}),
+    ("qwen3_moe", {"norm_topk_prob": True}),
+    ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 9}),
+    ("gemma2", {"layer_types": ["full_attention", "sliding_attention"]}),
+    ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    (
+        "gemma3",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            }
+        },
+    ),
+    ("phi3", {"sliding_window": 9}),
+    ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+    ("olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
+    ("smollm3", {"no_rope_layers": [0, 1]}),
+    ("smollm3", {"use_sliding_window": True, "sliding_window": 9, "no_rope_layers": [1, 0]}),
+]
 
 
-@pytest.mark.parametrize("changes", [{"attention_bias": True, "mlp_bias": True}, {"num_key_value_heads": 4}])
-def test_llama_with_biases_and_with_all_key_heads(tmp_path: Path, ids: torch.Tensor, changes: Any) -> None:
-    theirs = hf.make("llama", tmp_path, **changes)
-    torch.testing.assert_close(logits(load_model(tmp_path), ids), logits(theirs, ids), atol=TOLERANCE, rtol=0)
+@pytest.mark.parametrize(("family", "changes"), VARIANTS, ids=[f"{f}-{'-'.join(c)}" for f, c in VARIANTS])
+def test_every_switch_that_is_read_acts_as_in_transformers(
+    tmp_path: Path, ids: torch.Tensor, family: str, changes: dict[str, Any]
+) -> None:
+    theirs = hf.make(family, tmp_path / "theirs", **changes)
+    want = logits(theirs, ids)
+    ours = load_model(tmp_path / "theirs")
+    torch.testing.assert_close(logits(ours, ids), want, atol=TOLERANCE, rtol=0)
+    checkpoint.save(ours, tmp_path / "ours")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager")
+    torch.testing.assert_close(logits(back, ids), want, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("gpt", {"afn": "relu"}),
+        ("gpt2", {"activation_function": "relu"}),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+        ("gpt2", {"scale_attn_weights": False}),
+        ("gpt2", {"add_cross_attention": True}),
+        ("llama", {"hidden_act": "gelu"}),
+        ("llama", {"attention_bias": True}),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
+        ("llama", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}),
+        ("llama", {"quantization_config": {"quant_method": "gptq"}}),
+        ("llama", {"num_hidden_layers": 0}),
+        ("llama", {"partial_rotary_factor": 0.5}),
+        ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}),
+        ("mixtral", {"hidden_act": "gelu"}),
+        ("gemma", {"use_bidirectional_attention": True}),
+        ("gemma", {"final_logit_softcapping": 30.0}),
+        ("qwen2", {"hidden_act": "gelu"}),
+        ("qwen3", {"hidden_act": "gelu"}),
+        ("qwen3_moe", {"mlp_only_layers": [1]}),
+        ("qwen3_moe", {"decoder_sparse_step": 2}),
+        ("gemma2", {"use_bidirectional_attention": True}),
+        ("gemma2", {"hidden_activation": "relu"}),
+        ("gemma3", {"final_logit_softcapping": 30.0}),
+        ("gemma3", {"use_bidirectional_attention": True}),
+        ("phi3", {"rope_scaling": {"type": "su", "short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0]}}),
+        ("phi3", {"hidden_act": "gelu"}),
+        ("olmo2", {"hidden_act": "gelu"}),
+        ("olmo2", {"clip_qkv": 8.0}),
+        ("smollm3", {"hidden_act": "gelu"}),
+    ],
+    ids=str,
+)
+def test_a_switch_that_changes_the_computation_and_is_not_computed_is_refused_by_name(
+    family: str, changes: dict[str, Any]
+) -> None:
+    kind, sizes = hf.CONFIGS[family]
+    table = json.loads(kind(**sizes).to_json_string(use_diff=False)) | changes
+    if "rope_scaling" in changes:
+        table.pop("rope_parameters")
+    with pytest.raises(ConfigError) as caught:
+        hf_config.read(table, "config.json")
+    name, value = next(iter(changes.items()))
+    assert name in str(caught.value)
+    detail = (
+        value.get("type") or value.get("rope_type") or value.get("quant_method") if isinstance(value, dict) else None
+    )
+    assert detail is None or detail in str(caught.value)
 
 
 @pytest.mark.parametrize("family", hf.FAMILIES)
