@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType
 
     from llmcli.errors import LlmcliError
 
@@ -89,6 +89,30 @@ def size(count: float) -> str:
         if abs(count) >= factor:
             return f"{count / factor:.3g} {unit}"
     return f"{count:g} B"
+
+
+def bar(share: float, width: int = 12) -> str:
+    """A share from 0 to 1 as a bar of at most `width` characters, to an eighth of one where stdout can show eighths."""
+    if not (sys.stdout.encoding or "").lower().startswith("utf"):
+        return "#" * round(share * width)
+    full, rest = divmod(round(share * width * 8), 8)
+    return "█" * full + " ▏▎▍▌▋▊▉"[rest].strip()
+
+
+class Fitting:
+    """What rich shows of several ways to say the same, widest first: the first that fits the console, else the last."""
+
+    def __init__(self, *ways: Callable[[], RenderableType]) -> None:
+        self._ways = ways
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        for way in self._ways:
+            shown = way()
+            if way is self._ways[-1] or console.measure(shown, options=options.update(max_width=9999)).maximum <= (
+                options.max_width
+            ):
+                yield shown
+                return
 
 
 @contextmanager
