@@ -155,7 +155,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     keep: Annotated[int, Meta(ge=0)] = 0
     patience: Annotated[int, Meta(ge=0)] = 0
     time_limit: Annotated[float, Meta(ge=0.0)] = 0.0
-    seed: Annotated[int, Meta(ge=0, lt=2**63)] = 1337
+    seed: Annotated[int, Meta(ge=0)] = 1337
     device: str = "auto"
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     compile: Literal["auto", "on", "off"] = "auto"

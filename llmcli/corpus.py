@@ -161,9 +161,7 @@ def _open_zstd(path: Path) -> BinaryIO:
     try:
         zstandard = importlib.import_module("zstandard")
     except ImportError:
-        raise DataError(
-            f"{path}: the package that reads zstd is not installed", 'pip install "llmcli[zstd]"'
-        ) from None
+        raise DataError(f"{path}: the package that reads zstd is not installed", 'pip install "llmcli[zstd]"') from None
     stream: BinaryIO = zstandard.open(path, "rb", dctx=zstandard.ZstdDecompressor(), read_across_frames=True)
     return stream
 

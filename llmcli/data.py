@@ -7,7 +7,6 @@ where it stopped, and any number of processes share the same order.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import tempfile
@@ -21,7 +20,7 @@ import numpy.typing as npt
 from llmcli import corpus, tokenizer
 from llmcli.config import DataConfig
 from llmcli.corpus import Corpus, Piece, Survey
-from llmcli.errors import DataError, LlmcliError, UsageError
+from llmcli.errors import DataError, UsageError
 from llmcli.tokenizer import Tokenizer
 
 Ids = npt.NDArray[np.int64]
@@ -242,9 +241,7 @@ def _tokenise(
         ) from None
 
 
-def _batches(
-    pieces: Iterator[tuple[bool, Piece]], by: Tokenizer
-) -> Iterator[list[tuple[bool, str, bool, bool]]]:
+def _batches(pieces: Iterator[tuple[bool, Piece]], by: Tokenizer) -> Iterator[list[tuple[bool, str, bool, bool]]]:
     """Pieces regrouped for encoding: (held out, text, starts a document, ends one), about `BATCH` characters together.
 
     A document is encoded in parts only where the tokenizer may be cut (at a space or newline after something visible).
@@ -323,8 +320,32 @@ def starts(tokens: int, context: int, first: int, count: int, seed: int, shuffle
 
 
 def sequences(tokens: Tokens, context: int, begin: Ids) -> Ids:
-    """The sequences that begin there, (B, context + 1): inputs are all but the last column, targets all but the first."""
+    """The sequences that begin there, (B, context + 1): inputs but for the last column, targets but for the first."""
     return tokens[begin[:, None] + np.arange(context + 1)].astype(np.int64)
+
+
+def held_out(tokens: Tokens, context: int, batch: int, limit: int) -> Iterator[Ids]:
+    """Batches (batch, context + 1) that predict each token of a text once, or `limit` batches spread over it evenly.
+
+    What a window or a batch lacks is filled with -100, which as a target does not count; every batch has one shape.
+    """
+    begin = np.arange(0, len(tokens) - 1, context)
+    if limit and len(begin) > limit * batch:
+        begin = begin[np.linspace(0, len(begin) - 1, limit * batch).round().astype(np.int64)]
+    for first in range(0, len(begin), batch):
+        filled = np.full((batch, context + 1), -100, dtype=np.int64)
+        for row, start in zip(filled, begin[first : first + batch], strict=False):
+            window = tokens[start : start + context + 1]
+            row[: len(window)] = window
+        yield filled
+
+
+def mixed(*numbers: int) -> int:
+    """A hash of several integers, 64 bits: seeds that depend on more than one thing."""
+    value = np.zeros(1, dtype=np.uint64)
+    for number in numbers:
+        value = _mix(value ^ np.array([number], dtype=np.uint64), _key(0))
+    return int(value[0])
 
 
 def _key(seed: int) -> npt.NDArray[np.uint64]:
@@ -339,9 +360,7 @@ def _mix(value: npt.NDArray[np.uint64], key: npt.NDArray[np.uint64]) -> npt.NDAr
     return z ^ (z >> np.uint64(31))
 
 
-def permuted(
-    index: npt.NDArray[np.uint64], size: int, key: npt.NDArray[np.uint64]
-) -> npt.NDArray[np.uint64]:
+def permuted(index: npt.NDArray[np.uint64], size: int, key: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """A permutation of 0 .. size - 1 at `index`, one for each key, without a table: 64 bits however large the text.
 
     A Feistel network over the next power of four, walked until it lands inside (Black and Rogaway, 2002).

@@ -1,0 +1,683 @@
+"""Training: an iterator of events. Which events there are, and the loop, on one page; whoever shows them is elsewhere.
+
+Everything that a step does follows from the recipe, the weights, AdamW's moments and the step's number: the sequences,
+the learning rate and the random numbers of dropout too. So a run that goes on from a checkpoint is, bit for bit, the
+run that never stopped.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llmcli import checkpoint, costs, data, families, loss, params
+from llmcli import model as models
+from llmcli.config import Recipe, TrainConfig
+from llmcli.data import Data, Progress
+from llmcli.errors import CheckpointError, ConfigError, LlmcliError, TrainingError, UsageError
+from llmcli.model import Decoder
+from llmcli.tokenizer import Tokenizer
+
+STATE, MOMENTS = "training.json", "training.safetensors"
+"""What makes a checkpoint one that training goes on from: the run's state, and AdamW's moments by our tensor names."""
+
+METRICS = "metrics.jsonl"
+
+
+class Group(msgspec.Struct, frozen=True):
+    """Parameters that AdamW treats alike."""
+
+    name: str
+    weight_decay: float
+    tensors: int
+    parameters: int
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start", tag_field="event"):
+    """What is going to be trained. `step` is where it goes on from; `tokens` are counted, `step_tokens` per step."""
+
+    step: int
+    max_steps: int
+    out: str
+    parameters: int
+    tie_word_embeddings: bool
+    vocab_size: int
+    context: int
+    train_tokens: int
+    validation_tokens: int
+    step_tokens: int
+    device: str
+    precision: str
+    compiled: bool
+    processes: int
+    groups: tuple[Group, ...]
+    notes: tuple[str, ...]
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field="event"):
+    """One update. `loss` is the mean over its tokens in nats, `grad_norm` is before clipping, `tokens` all so far.
+
+    `mfu` is the share of the device's measured matmul speed that the model's own operations make up; `memory` the most
+    bytes that the process has held.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens: int
+    tokens_per_second: float
+    mfu: float
+    memory: int
+
+
+class Eval(msgspec.Struct, frozen=True, kw_only=True, tag="eval", tag_field="event"):
+    """The loss on held-out text: per token in nats, as perplexity, and in bits for each byte of the text."""
+
+    step: int
+    val_loss: float
+    perplexity: float
+    bits_per_byte: float
+
+
+class Saved(msgspec.Struct, frozen=True, kw_only=True, tag="saved", tag_field="event"):
+    """A checkpoint that now stands on the disk; `best` when it is the one of the lowest validation loss."""
+
+    step: int
+    path: str
+    best: bool
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True, tag="sample", tag_field="event"):
+    """What the model writes at this step."""
+
+    step: int
+    prompt: str
+    text: str
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done", tag_field="event"):
+    """Why and where the run ended. `seconds` are this process's, `best_step` is None when nothing was evaluated."""
+
+    step: int
+    reason: str
+    tokens: int
+    best_loss: float | None
+    best_step: int | None
+    seconds: float
+    out: str
+
+
+Event = Progress | Start | Step | Eval | Saved | Sample | Done
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a run stands, as written beside the weights. `stale` counts evaluations since the best one."""
+
+    step: int = 0
+    tokens: int = 0
+    best_loss: float | None = None
+    best_step: int | None = None
+    stale: int = 0
+    sequences: int
+    data: str
+    tokenizer: str
+    recipe: Recipe
+
+
+def train(
+    recipe: Recipe,
+    out: Path,
+    *,
+    resume: bool = False,
+    init_from: Path | None = None,
+    stop: Callable[[], str | None] = lambda: None,
+) -> Iterator[Event]:
+    """Train the recipe's model into the folder `out`, yielding what happens as it happens.
+
+    `resume` goes on from `out/last`; `init_from` starts anew from a checkpoint's weights. `stop` is asked after every
+    step: a reason ends the run, saved. Raises a subclass of LlmcliError for everything that cannot be.
+    """
+    config = recipe.train
+    with claimed(out, resume):
+        text = yield from data.prepare(recipe.data, recipe.model.vocab_size, out / "cache")
+        run = Run(recipe, out, text, resume, init_from)
+        state, told = run.state, run.told
+        yield told(run.start())
+        first = state.step
+        while True:
+            step, reason = state.step, stop() or run.over(state)
+            if step > first or config.max_steps == 0:  # what a resumed run starts with has been judged and saved
+                if step % config.eval_every == 0 or reason == "finished":
+                    value = run.evaluate(step)
+                    yield told(value)
+                    state, better = judged(state, value)
+                    if better:
+                        yield told(run.save(state, "best"))
+                    reason = reason or run.over(state)
+                if reason or step % (config.save_every or config.eval_every) == 0:
+                    yield told(run.save(state, "last"))
+                if config.sample_every and step % config.sample_every == 0:
+                    yield told(run.sample(step))
+            if reason:
+                break
+            update = run.update(step)
+            state = msgspec.structs.replace(state, step=step + 1, tokens=state.tokens + run.step_tokens)
+            if state.step % config.log_every == 0 or state.step in (first + 1, config.max_steps):
+                yield told(run.report(state, update))
+        yield told(run.done(state, reason))
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """The rate of the update that follows `step` others: up to `lr` over the warm-up, then down to `min_lr`."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / (config.warmup_steps + 1)
+    down_from = config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    if config.schedule == "wsd":
+        down_from = max(down_from, config.max_steps - round(config.max_steps * config.decay_fraction))
+    progress = min(1.0, max(0.0, (step - down_from) / max(1, config.max_steps - down_from)))
+    kept = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
+    return config.min_lr + kept * (config.lr - config.min_lr)
+
+
+def judged(state: State, value: Eval) -> tuple[State, bool]:
+    """The state after an evaluation, and whether that was the best one so far."""
+    if state.best_loss is None or value.val_loss < state.best_loss:
+        return msgspec.structs.replace(state, best_loss=value.val_loss, best_step=value.step, stale=0), True
+    return msgspec.structs.replace(state, stale=state.stale + 1), False
+
+
+class Objective(nn.Module):
+    """A model with its loss: what is compiled, and spread over processes, as one."""
+
+    def __init__(self, model: Decoder) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:  # (B, T), (B, T) -> summed loss in nats, float32
+        hidden = self.model.hidden(inputs)
+        if self.model.config.logit_softcap is not None:
+            return F.cross_entropy(self.model.scores(hidden).flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        head = self.model.output_projection
+        weight = self.model.token_embeddings.weight if head is None else head.weight
+        return loss.cross_entropy(hidden, weight, None if head is None else head.bias, targets)
+
+
+class Prepared(msgspec.Struct, frozen=True):
+    """How a step computes: `loss_of(inputs, targets)` is the summed loss of a micro-batch."""
+
+    loss_of: Callable[[Tensor, Tensor], Tensor]
+    precision: str
+    compiled: bool
+
+
+def prepare(objective: nn.Module, config: TrainConfig, device: torch.device) -> Prepared:
+    """The precision, attention and compilation that pay for this model on this device, as the config allows."""
+    if config.precision == "bf16":
+
+        def in_bf16(inputs: Tensor, targets: Tensor) -> Tensor:
+            with torch.autocast(device.type, torch.bfloat16):
+                return cast(Tensor, objective(inputs, targets))
+
+        return Prepared(in_bf16, "bf16", False)
+    return Prepared(objective, "fp32", False)
+
+
+class Run:
+    """All that a step needs: model, optimiser and data, at the place where the run stands."""
+
+    def __init__(self, recipe: Recipe, out: Path, text: Data, resume: bool, init_from: Path | None) -> None:
+        self.began = time.monotonic()
+        self.notes: list[str] = []
+        self.recipe = recipe = fitted(recipe, text.tokenizer, self.notes)
+        self.config, self.context = recipe.train, cast(int, recipe.train.context)
+        data.check_length(text, self.context)
+        self.out, self.text = out, text
+        self.device = find_device(self.config.device)
+        self.sequences = self.config.batch_size * self.config.accumulation
+        self.step_tokens = self.sequences * self.context
+        self.state = State(
+            sequences=self.sequences, data=text.fingerprint, tokenizer=text.tokenizer.fingerprint, recipe=recipe
+        )
+        self.model = models.build(recipe.model, self.config.seed)
+        source = last_good(out, self.notes) if resume else None
+        if source:
+            self.state = resumable(read_state(source), self.state, out, self.notes)
+        if source or init_from:
+            fill(self.model, cast(Path, source or init_from))
+        self.model.to(self.device).train()
+        self.optimizer, self.groups = make_optimizer(self.model, self.config)
+        if source:
+            read_moments(source / MOMENTS, self.model, self.optimizer)
+        self.objective = Objective(self.model)
+        self.prepared = prepare(self.objective, self.config, self.device)
+        self.flops = costs.flops(recipe.model, context=self.context).training
+        self.peak = matmul_peak(self.device, self.prepared.precision)
+        self.spent, self.since = 0.0, 0  # seconds and tokens of training since the last report
+        clean_metrics(out / METRICS, self.state.step)
+
+    def update(self, step: int) -> tuple[float, float, float]:
+        """One step: the mean loss, the gradient's norm before clipping, the learning rate.
+
+        Raises TrainingError when loss or gradient is not finite; the weights are then those of before.
+        """
+        began, rate = time.perf_counter(), learning_rate(self.config, step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        torch.manual_seed(seed_of(self.config.seed, step))
+        total = torch.zeros((), device=self.device)
+        for micro in range(self.config.accumulation):
+            value = self.prepared.loss_of(*self.batch(step, micro))
+            (value / self.step_tokens).backward()
+            total += value.detach()
+        weights = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        norm = nn.utils.get_total_norm([cast(Tensor, parameter.grad) for parameter in weights])
+        mean, size = torch.stack((total / self.step_tokens, norm)).tolist()
+        if not (math.isfinite(mean) and math.isfinite(size)):
+            what = f"loss is {mean}" if not math.isfinite(mean) else f"gradient's norm is {size}"
+            raise TrainingError(f"step {step + 1}: the {what}", self.advice())
+        if self.config.grad_clip:
+            nn.utils.clip_grads_with_norm_(weights, self.config.grad_clip, norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.spent += time.perf_counter() - began
+        self.since += self.step_tokens
+        return mean, size, rate
+
+    def batch(self, step: int, micro: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of one micro-batch, (B, T) each."""
+        size, tokens = self.config.batch_size, self.text.train
+        first = step * self.sequences + micro * size
+        begin = data.starts(len(tokens), self.context, first, size, self.config.seed, self.recipe.data.shuffle)
+        both = torch.from_numpy(data.sequences(tokens, self.context, begin))
+        return both[:, :-1].to(self.device), both[:, 1:].to(self.device)
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> Eval:
+        """The loss on the validation text: on all of it, or always on the same windows of it."""
+        self.model.eval()
+        total = torch.zeros((), dtype=torch.float64)
+        count = 0
+        for both in data.held_out(self.text.validation, self.context, self.config.batch_size, self.config.eval_batches):
+            targets = torch.from_numpy(both[:, 1:]).to(self.device)
+            inputs = torch.from_numpy(both[:, :-1]).clamp(min=0).to(self.device)
+            total += self.prepared.loss_of(inputs, targets).double().cpu()
+            count += int((both[:, 1:] >= 0).sum())
+        self.model.train()
+        mean = float(total) / count
+        if not math.isfinite(mean):
+            raise TrainingError(f"step {step}: the validation loss is {mean}", self.advice())
+        perplexity = math.exp(mean) if mean < 700 else math.inf
+        bits = mean / math.log(2) / self.text.bytes_per_token
+        return Eval(step=step, val_loss=mean, perplexity=perplexity, bits_per_byte=bits)
+
+    def save(self, state: State, name: str) -> Saved:
+        """Write `out/name`, whole or not at all; `last` with all that a run needs to go on from it."""
+        for parameter in self.model.parameters():
+            if not torch.isfinite(parameter).all():
+                raise TrainingError(f"step {state.step}: a weight is not finite", self.advice())
+        ids = {"bos_token_id": self.text.tokenizer.bos_id, "eos_token_id": self.text.tokenizer.eos_id}
+
+        def extra(folder: Path) -> None:
+            self.text.tokenizer.save(folder)
+            (folder / "generation_config.json").write_bytes(msgspec.json.format(msgspec.json.encode(ids)) + b"\n")
+            if name != "best":
+                (folder / STATE).write_bytes(msgspec.json.format(msgspec.json.encode(state)) + b"\n")
+                write_moments(folder / MOMENTS, self.model, self.optimizer)
+
+        checkpoint.save(self.model, self.out / name, extra_config=ids, extra_files=extra)
+        return Saved(step=state.step, path=str(self.out / name), best=name == "best")
+
+    def sample(self, step: int) -> Sample:
+        """What the model writes after the prompt of the recipe, always with the same draw."""
+        from llmcli import generate
+
+        by, prompt = self.text.tokenizer, self.config.sample_prompt
+        ids = by.encode(prompt) if prompt else [by.eos_id if by.eos_id is not None else by.encode("\n")[0]]
+        sampling = generate.Sampling(max_new_tokens=self.config.sample_tokens, seed=self.config.seed)
+        self.model.eval()
+        allowed = generate.allowed_ids(self.model, by)
+        with torch.inference_mode():
+            new = [token.id for token in generate.generate(self.model, [ids], sampling, allowed=allowed)]
+        self.model.train()
+        return Sample(step=step, prompt=prompt, text=by.decode([*ids, *new])[len(by.decode(ids)) :])
+
+    def start(self) -> Start:
+        """What is going to be trained, and how."""
+        count = params.count(self.recipe.model)
+        return Start(
+            step=self.state.step,
+            max_steps=self.config.max_steps,
+            out=str(self.out),
+            parameters=count.total,
+            tie_word_embeddings=self.recipe.model.tie_word_embeddings,
+            vocab_size=self.recipe.model.vocab_size,
+            context=self.context,
+            train_tokens=len(self.text.train),
+            validation_tokens=len(self.text.validation),
+            step_tokens=self.step_tokens,
+            device=str(self.device),
+            precision=self.prepared.precision,
+            compiled=self.prepared.compiled,
+            processes=1,
+            groups=self.groups,
+            notes=tuple(self.notes),
+        )
+
+    def report(self, state: State, update: tuple[float, float, float]) -> Step:
+        """The last update, with the speed since the report before."""
+        (mean, norm, rate), speed = update, self.since / max(self.spent, 1e-9)
+        self.spent, self.since = 0.0, 0
+        return Step(
+            step=state.step,
+            loss=mean,
+            lr=rate,
+            grad_norm=norm,
+            tokens=state.tokens,
+            tokens_per_second=speed,
+            mfu=speed * self.flops / self.peak,
+            memory=peak_memory(self.device),
+        )
+
+    def over(self, state: State) -> str | None:
+        """Why the run ends here by its own rules, or None."""
+        if state.step >= self.config.max_steps:
+            return "finished"
+        if self.config.patience and state.stale >= self.config.patience:
+            return "no improvement"
+        if self.config.time_limit and time.monotonic() - self.began >= self.config.time_limit:
+            return "time limit"
+        return None
+
+    def done(self, state: State, reason: str) -> Done:
+        """The end of the run."""
+        return Done(
+            step=state.step,
+            reason=reason,
+            tokens=state.tokens,
+            best_loss=state.best_loss,
+            best_step=state.best_step,
+            seconds=time.monotonic() - self.began,
+            out=str(self.out),
+        )
+
+    def told(self, event: Event) -> Event:
+        """The event, written to metrics.jsonl as well."""
+        try:
+            with (self.out / METRICS).open("ab") as file:
+                file.write(msgspec.json.encode(event) + b"\n")
+        except OSError as error:
+            raise TrainingError(f"{self.out / METRICS}: cannot be written ({error.strerror})", self.advice()) from None
+        return event
+
+    def advice(self) -> str:
+        """What a run that had to stop leaves behind, and how to go on."""
+        try:
+            step = read_state(self.out / "last").step
+        except LlmcliError:
+            return "Nothing was saved yet. Try a lower train.lr, a longer train.warmup_steps, or fp32."
+        return (
+            f"{self.out / 'last'} holds step {step}: --resume goes on from there, with --set train.lr=... if need be."
+        )
+
+
+def fitted(recipe: Recipe, by: Tokenizer, notes: list[str]) -> Recipe:
+    """The recipe with what depends on the tokenizer and the model filled in: vocab_size and context.
+
+    A tokenizer made from the text decides vocab_size; one that exists must fit into it. Raises ConfigError, UsageError.
+    """
+    config = recipe.model
+    if recipe.data.tokenizer in ("bpe", "char", "byte"):
+        if by.size != config.vocab_size:
+            notes.append(
+                f"the tokenizer has {by.size:,} tokens: vocab_size {by.size:,} instead of {config.vocab_size:,}"
+            )
+            config = msgspec.structs.replace(config, vocab_size=by.size)
+    elif by.size > config.vocab_size:
+        raise ConfigError(
+            f"the tokenizer {recipe.data.tokenizer} has {by.size:,} tokens, the model {config.vocab_size:,} rows",
+            f"Use --set model.vocab_size={by.size}.",
+        )
+    elif by.size < config.vocab_size:
+        notes.append(f"{config.vocab_size - by.size:,} of the model's {config.vocab_size:,} rows have no token")
+    config = families.complete(config)
+    context = recipe.train.context or config.max_position_embeddings
+    if context > config.max_position_embeddings:
+        raise ConfigError(
+            f"train.context {context} is more than the model's {config.max_position_embeddings} positions",
+            f"Use --set train.context={config.max_position_embeddings}, or a model with more positions.",
+        )
+    changed = msgspec.structs.replace(recipe.train, context=context)
+    return msgspec.structs.replace(recipe, model=config, train=changed)
+
+
+def find_device(name: str) -> torch.device:
+    """The device of that name; `auto` is the first GPU, else the CPU. Raises UsageError for one that is not there."""
+    if name == "auto":
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return found or torch.device("cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        first = str(error).splitlines()[0]
+        raise UsageError(f"train.device = '{name}': {first}", "Use auto, cpu, cuda or mps.") from None
+    return device
+
+
+def make_optimizer(model: Decoder, config: TrainConfig) -> tuple[torch.optim.AdamW, tuple[Group, ...]]:
+    """AdamW (arXiv:1711.05101): weight decay on matrices, never on norms and biases, on embeddings as configured."""
+    sorts: dict[str, list[nn.Parameter]] = {"matrices": [], "embeddings": [], "norms and biases": []}
+    for name, parameter in model.named_parameters():
+        embedding = name.split(".")[0] in ("token_embeddings", "position_embeddings")
+        sorts["norms and biases" if parameter.ndim < 2 else "embeddings" if embedding else "matrices"].append(parameter)
+    decay = {
+        "matrices": config.weight_decay,
+        "embeddings": config.weight_decay if config.decay_embeddings else 0.0,
+        "norms and biases": 0.0,
+    }
+    sorts = {name: members for name, members in sorts.items() if members}
+    optimizer = torch.optim.AdamW(
+        [{"params": members, "weight_decay": decay[name]} for name, members in sorts.items()],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.epsilon,
+        fused=True,
+    )
+    groups = tuple(
+        Group(name, decay[name], len(members), sum(parameter.numel() for parameter in members))
+        for name, members in sorts.items()
+    )
+    return optimizer, groups
+
+
+def seed_of(*numbers: int) -> int:
+    """One seed for torch's generator from several numbers."""
+    return data.mixed(*numbers) & (2**63 - 1)
+
+
+def matmul_peak(device: torch.device, precision: str, size: int = 1024) -> float:
+    """Operations a second of a square matrix product on this device, the best of a few."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    a, seconds = torch.ones(size, size, device=device, dtype=dtype), math.inf
+    for _ in range(4):
+        began = time.perf_counter()
+        float((a @ a)[0, 0])
+        seconds = min(seconds, time.perf_counter() - began)
+    return 2 * size**3 / seconds
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes held so far: of the GPU, or of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def fill(model: Decoder, path: Path) -> None:
+    """Copy a checkpoint's weights into a model of the same tensors. Raises TrainingError naming what differs."""
+    loaded, _ = checkpoint.load(path, dtype=torch.float32)
+    theirs, ours = loaded.config, model.config
+    if theirs.family != ours.family or theirs.tie_word_embeddings != ours.tie_word_embeddings:
+        what = "family" if theirs.family != ours.family else "tie_word_embeddings"
+        raise TrainingError(
+            f"{path}: its {what} is {getattr(theirs, what)}, the recipe's {getattr(ours, what)}".lower(),
+            "Leave the recipe's [model] to the checkpoint.",
+        )
+    values, wanted = loaded.state_dict(), model.state_dict()
+    differ = [name for name in wanted.keys() | values.keys() if name not in values or name not in wanted]
+    differ += [name for name in wanted if name in values and values[name].shape != wanted[name].shape]
+    if differ:
+        raise TrainingError(
+            f"{path}: its tensors are not the recipe's: {', '.join(sorted(differ)[:8])}",
+            "Leave the recipe's [model] to the checkpoint.",
+        )
+    model.load_state_dict(values)
+
+
+def read_state(folder: Path) -> State:
+    """The state of the run that wrote this checkpoint. Raises CheckpointError when there is none."""
+    try:
+        return msgspec.json.decode((folder / STATE).read_bytes(), type=State)
+    except OSError:
+        raise CheckpointError(f"{folder}: no {STATE}: not a checkpoint to resume from", "Use --init-from.") from None
+    except msgspec.MsgspecError as error:
+        raise CheckpointError(f"{folder / STATE}: damaged ({error})", "Use --init-from.") from None
+
+
+def last_good(out: Path, notes: list[str]) -> Path | None:
+    """The checkpoint to go on from: `last`, or if that is damaged the newest of those kept. None where none is."""
+    kept = sorted(out.glob("step-*"), reverse=True)
+    damaged: list[LlmcliError] = []
+    for folder in (out / "last", *kept):
+        checkpoint.recover(folder)
+        if not folder.is_dir():
+            continue
+        try:
+            read_state(folder)
+            checkpoint.plan(folder)
+            checkpoint.tensors.read_header(folder / MOMENTS)
+        except LlmcliError as error:
+            damaged.append(error)
+            continue
+        if damaged:
+            notes.append(f"{damaged[0].message}: going on from {folder}")
+        return folder
+    if damaged:
+        raise damaged[0]
+    notes.append(f"{out}: nothing to go on from; this is a new run")
+    return None
+
+
+def resumable(old: State, new: State, out: Path, notes: list[str]) -> State:
+    """The state to go on from. Raises TrainingError where what would go on is another run than the one that stopped."""
+    anew = f"To start anew from these weights: --init-from {out / 'last'} --out another folder."
+    if old.tokenizer != new.tokenizer:
+        raise TrainingError(f"{out}: the run has another tokenizer than this recipe", anew)
+    if old.data != new.data:
+        raise TrainingError(
+            f"{out}: the run was trained on another text than this recipe's (its content differs)", anew
+        )
+    was, now = (cast(dict[str, Any], msgspec.to_builtins(state.recipe.model)) for state in (old, new))
+    if differ := [f"{key} {was[key]} is now {now[key]}" for key in was if was[key] != now[key]]:
+        raise TrainingError(f"{out}: the run's model is not this recipe's: {', '.join(differ)}", anew)
+    if old.sequences != new.sequences:
+        raise TrainingError(
+            f"{out}: a step of the run has {old.sequences} sequences, of this recipe {new.sequences}",
+            f"Choose batch_size and accumulation so that it is {old.sequences}. {anew}",
+        )
+    was, now = (cast(dict[str, Any], msgspec.to_builtins(state.recipe.train)) for state in (old, new))
+    notes += [f"train.{key} was {was[key]}, is now {now[key]}" for key in was if was[key] != now[key]]
+    return msgspec.structs.replace(old, recipe=new.recipe)
+
+
+def write_moments(path: Path, model: Decoder, optimizer: torch.optim.Optimizer) -> None:
+    """AdamW's state, a tensor each under `<what>.<our name>`."""
+    from safetensors.torch import save_file
+
+    values = {
+        f"{key}.{name}": value.detach().cpu()
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+    save_file(values, path, metadata={"format": "pt"})
+
+
+def read_moments(path: Path, model: Decoder, optimizer: torch.optim.Optimizer) -> None:
+    """Put AdamW's state back; a parameter that had none (never reached by a gradient) has none again."""
+    from safetensors.torch import load_file
+
+    values = load_file(path)
+    for name, parameter in model.named_parameters():
+        found = {key: values[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in values}
+        if found:
+            optimizer.state[parameter] = {
+                # AdamW counts steps on the parameter's device when it is fused, the moments lie beside the parameter
+                key: value.clone().to(parameter.device)
+                for key, value in found.items()
+            }
+
+
+@contextmanager
+def claimed(out: Path, resume: bool) -> Iterator[None]:
+    """Hold the folder of a run, so that no second one writes there. Raises TrainingError, UsageError."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        file = (out / ".lock").open("a+")
+    except OSError as error:
+        raise TrainingError(f"{out}: cannot be written ({error.strerror})", "Choose another folder: --out.") from None
+    with file:
+        try:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except ImportError:  # Windows
+            pass
+        except OSError:
+            file.seek(0)
+            raise TrainingError(
+                f"{out}: another run is writing there (process {file.read().strip() or 'unknown'})",
+                "Wait for it, or choose another folder: --out.",
+            ) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        if not resume and any((out / name).exists() for name in ("last", "best", METRICS)):
+            raise UsageError(
+                f"{out}: holds a run already", "Go on with it (--resume), or choose another folder: --out."
+            )
+        yield
+
+
+def clean_metrics(path: Path, step: int) -> None:
+    """Leave in metrics.jsonl what had happened when the checkpoint of `step` was written: the rest will come again."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            event = msgspec.json.decode(line)
+        except msgspec.DecodeError:  # a line that was being written when the process died
+            continue
+        if event.get("step", 0) <= step and event.get("event") != "done":
+            kept.append(line if line.endswith(b"\n") else line + b"\n")
+    aside = path.with_name(f".{path.name}.writing")
+    aside.write_bytes(b"".join(kept))
+    aside.replace(path)
