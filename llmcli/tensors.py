@@ -305,7 +305,7 @@ def equal(a: TensorInfo, b: TensorInfo, read: ReadRows = read_rows) -> bool:
         else:
             import numpy as np
 
-            if not np.array_equal(_values(a, start, stop, read), _values(b, start, stop, read), equal_nan=True):
+            if not np.array_equal(read_values(a, start, stop, read), read_values(b, start, stop, read), equal_nan=True):
                 return False
     return True
 
@@ -320,7 +320,7 @@ def max_difference(a: TensorInfo, b: TensorInfo, read: ReadRows = read_rows) -> 
         return max_difference(_flat(a), _flat(b), read)
     largest = 0.0
     for start, stop in _chunks(a, b):
-        x, y = _values(a, start, stop, read), _values(b, start, stop, read)
+        x, y = read_values(a, start, stop, read), read_values(b, start, stop, read)
         with np.errstate(invalid="ignore", over="ignore"):
             differences = np.where((x == y) | (np.isnan(x) & np.isnan(y)), 0, np.abs(x - y))
         largest = float(np.maximum(largest, differences.max()))
@@ -337,8 +337,8 @@ def _chunks(a: TensorInfo, b: TensorInfo) -> Iterator[tuple[int, int]]:
     return ((start, min(start + step, a.shape[0])) for start in range(0, a.shape[0], step))
 
 
-def _values(info: TensorInfo, start: int, stop: int, read: ReadRows) -> npt.NDArray[Any]:
-    """Rows as numbers: float64 stays, everything else becomes float32."""
+def read_values(info: TensorInfo, start: int, stop: int, read: ReadRows) -> npt.NDArray[Any]:
+    """Rows as numbers, flat: float64 stays, everything else becomes float32. Raises CheckpointError."""
     import numpy as np
 
     stored = np.frombuffer(read(info, start, stop), _numpy_type(info))
