@@ -33,7 +33,7 @@ BESIDE = (
     "tokenizer.model",
 )
 """What is fetched beside the weights, where a repository has it."""
-WEIGHTS = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """The forms that weights come in, the first that a repository has is taken; an index stands for its shards."""
 
 FIRST_REQUEST = 1 << 17

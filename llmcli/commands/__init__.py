@@ -19,6 +19,11 @@ Tie = Annotated[
     Literal["auto", "tie", "untie"],
     typer.Option(help="Tie the output to the embedding: as file and config say, or as told."),
 ]
+Revision = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Of a repository on the Hub: a branch, a tag or a commit."),
+]
+Offline = Annotated[bool, typer.Option("--offline", help="Do not touch the network: use what the cache holds.")]
 Keep = Annotated[
     Literal["input", "output"] | None,
     typer.Option(help="With --tie tie on two different matrices: which one stays."),
