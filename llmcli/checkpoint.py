@@ -6,10 +6,12 @@ PyTorch's pickles are read too, and never written.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import re
 import shutil
+import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
@@ -307,6 +309,7 @@ def save(
     head_copy: bool = False,
     extra_config: dict[str, Any] | None = None,
     extra_files: Callable[[Path], None] | None = None,
+    weights: Callable[[str], Tensor] | None = None,
     shard_bytes: int = SHARD_BYTES,
     on_bytes: Callable[[float], None] | None = None,
 ) -> None:
@@ -315,10 +318,11 @@ def save(
     The folder appears whole or not at all, and an older checkpoint there is replaced whole: everything is written
     beside it, flushed to the disk, and renamed. A tied output is stored once, or with `head_copy` a second time under
     the output's name. `extra_config` goes into config.json (token ids); `extra_files` is called with the folder being
-    written (tokenizer, training state); `on_bytes` with the size of each tensor written. One tensor at a time is held
-    beside the model. Raises CheckpointError when the disk refuses or something else than a checkpoint is there.
+    written (tokenizer, training state); `on_bytes` with the size of each tensor written. `weights` gives our tensors,
+    in the order of `to_hf`, where the model does not hold them whole (shards). One tensor at a time is held beside the
+    model. Raises CheckpointError when the disk refuses or something else than a checkpoint is there.
     """
-    state = model.state_dict()
+    weights = weights or model.state_dict().__getitem__
     wanted = dtype_of(dtype) if dtype is not None else model.token_embeddings.weight.dtype
     config = hf_config.write(model.config, str(wanted).removeprefix("torch.")) | (extra_config or {})
     with writing(folder) as aside:
@@ -333,7 +337,7 @@ def save(
                 header = [(hf_name, _TYPE_NAMES[wanted], parts[0].hf_shape) for hf_name, parts in shard]
                 _write(file, memoryview(tensors.write_header(header)))
                 for _, parts in shard:
-                    value = _put_together(parts, state.__getitem__).to("cpu", wanted)
+                    value = _put_together(parts, weights).to("cpu", wanted)
                     _write(file, _raw(value))
                     if on_bytes:
                         on_bytes(value.nbytes)
@@ -343,6 +347,17 @@ def save(
             (aside / "model.safetensors.index.json").write_bytes(_json(index))
         if extra_files:
             extra_files(aside)
+
+
+def write_tensors(
+    path: Path, infos: list[tuple[str, torch.dtype, tuple[int, ...]]], value: Callable[[str], Tensor]
+) -> None:
+    """One safetensors file of tensors that are asked for one after the other, each let go before the next."""
+    with path.open("wb", buffering=0) as file:
+        header = [(name, _TYPE_NAMES[dtype], shape) for name, dtype, shape in infos]
+        _write(file, memoryview(tensors.write_header(header)))
+        for name, dtype, _ in infos:
+            _write(file, _raw(value(name).to("cpu", dtype)))
 
 
 def carry(source: Path, folder: Path) -> None:
@@ -421,11 +436,13 @@ class writing:
                         path.chmod(readable)
                     _flush(path)
                 _flush(self.aside)
-                if self.folder.exists():
-                    self.folder.rename(self.old)
-                self.aside.rename(self.folder)
+                if not (self.folder.exists() and _exchange(self.aside, self.folder)):
+                    if self.folder.exists():
+                        self.folder.rename(self.old)
+                    self.aside.rename(self.folder)
                 _flush(self.folder.parent)
                 shutil.rmtree(self.old, ignore_errors=True)
+                shutil.rmtree(self.aside, ignore_errors=True)
                 return
             except OSError as failure:
                 error = failure
@@ -451,6 +468,21 @@ def recover(folder: Path) -> None:
             shutil.rmtree(old, ignore_errors=True)
         else:
             old.rename(folder)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Let two folders take each other's names in one step, so that neither name is ever missing; False if we cannot.
+
+    Linux's renameat2 with RENAME_EXCHANGE (man 2 rename); Python has no name for it, some file systems do not do it.
+    """
+    if sys.platform != "linux":
+        return False
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    here, exchange = -100, 2
+    return bool(renameat2(here, os.fsencode(a), here, os.fsencode(b), exchange) == 0)
 
 
 def _flush(path: Path) -> None:
