@@ -39,6 +39,22 @@ class ParameterCount(msgspec.Struct, frozen=True, kw_only=True):
     active: int
 
 
+class EmbeddingShare(msgspec.Struct, frozen=True, kw_only=True):
+    """What the embedding matrix (V, d) is in the whole: its share, and its share with the head's own matrix and bias.
+
+    A tied head has none of its own: both shares are the same.
+    """
+
+    vocab_size: int
+    embed_dim: int
+    embedding: int
+    total: int
+    share: float
+    share_with_head: float
+    tied: bool
+    saved_by_tying: int
+
+
 class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One line of a breakdown: a part, a layer or a tensor, its parameters and their share of the total."""
 
@@ -71,7 +87,7 @@ class Files(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     dtypes: dict[str, int]
     config_total: int | None
-    rows: int | None
+    rows: int
     padding_rows: int | None
     disagreements: tuple[str, ...]
 
@@ -79,11 +95,13 @@ class Files(msgspec.Struct, frozen=True, kw_only=True):
 class Counted(msgspec.Struct, frozen=True, kw_only=True):
     """A target's count with what it came from: a complete config (None where files have none), and files if any.
 
-    `notes` are sentences on why it came from there.
+    `matrix` is the shape (V, d) of the embedding, or of the head where that is all there is. `notes` are sentences on
+    why the count came from there.
     """
 
     count: ParameterCount
     config: ModelConfig | None
+    matrix: tuple[int, int]
     entries: tuple[Entry, ...] | None = None
     files: Files | None = None
     notes: tuple[str, ...] = ()
@@ -116,6 +134,21 @@ def flip_tie(config: ModelConfig) -> ModelConfig:
     """The same model with the output tied where it was not, or in a matrix of its own where it was tied."""
     return families.complete(
         msgspec.structs.replace(config, tie_word_embeddings=not config.tie_word_embeddings, head_bias=None)
+    )
+
+
+def embedding_share(counted: Counted) -> EmbeddingShare:
+    """The embedding matrix beside the whole model."""
+    c, (rows, dim) = counted.count, counted.matrix
+    return EmbeddingShare(
+        vocab_size=rows,
+        embed_dim=dim,
+        embedding=c.embedding,
+        total=c.total,
+        share=c.embedding / (c.total or 1),
+        share_with_head=(c.embedding + c.parts.get("output", 0)) / (c.total or 1),
+        tied=c.tie_word_embeddings,
+        saved_by_tying=c.saved_by_tying,
     )
 
 
@@ -200,7 +233,8 @@ def take(target: str | Path, *, revision: str | None = None, offline: bool = Fal
                 counted = count_files(headers.checkpoint, hf, str(target), tokens=tokens, readable=headers.here)
                 return msgspec.structs.replace(counted, notes=tuple(notes))
     config = targets.read_config(target, revision=revision, offline=offline)
-    return Counted(count=count(config), config=config, notes=tuple(notes))
+    matrix = (config.vocab_size, config.embed_dim)
+    return Counted(count=count(config), config=config, matrix=matrix, notes=tuple(notes))
 
 
 class _Model(msgspec.Struct):
@@ -264,7 +298,7 @@ def count_files(
     for entry in tie.entries:
         parts[entry.part] = parts.get(entry.part, 0) + prod(entry.shape)
     config = tie.config
-    total, rows = sum(parts.values()), tie.matrix[0] if tie.matrix else None
+    total, rows = sum(parts.values()), tie.matrix[0]
     other = total - parts.get("output", 0)
     if tie.tied:
         head_bias = bool(config and flip_tie(config).head_bias)
@@ -286,10 +320,10 @@ def count_files(
         dtypes=dtypes,
         config_total=count(config).total if config else None,
         rows=rows,
-        padding_rows=None if rows is None or tokens is None else max(0, rows - tokens),
+        padding_rows=None if tokens is None else max(0, rows - tokens),
         disagreements=tuple(said),
     )
-    return Counted(count=result, config=config, entries=tie.entries, files=files)
+    return Counted(count=result, config=config, matrix=tie.matrix, entries=tie.entries, files=files)
 
 
 class _Tie(msgspec.Struct, frozen=True):
@@ -298,7 +332,7 @@ class _Tie(msgspec.Struct, frozen=True):
     tied: bool
     config: ModelConfig | None
     entries: tuple[Entry, ...]
-    matrix: tuple[int, ...]
+    matrix: tuple[int, int]
     said: tuple[str, ...]
 
 
@@ -331,7 +365,8 @@ def _tie(checkpoint: Checkpoint, entries: list[Entry], hf: HfConfig | None, read
     if config and tied != says:
         config = flip_tie(config) if tied else msgspec.structs.replace(config, tie_word_embeddings=False)
     matrix = embedding or head
-    return _Tie(tied, config, tuple(entries), matrix.shape if matrix else (), tuple(said))
+    rows, dim = matrix.shape if matrix else (0, 0)
+    return _Tie(tied, config, tuple(entries), (rows, dim), tuple(said))
 
 
 def _disagreements(checkpoint: Checkpoint, config: ModelConfig, total: int, where: str) -> list[str]:

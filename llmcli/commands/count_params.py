@@ -1,68 +1,427 @@
-"""llmcli count-params: how many parameters, tied and untied."""
+"""llmcli count-params: how many parameters, where they are, and what they cost."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import re
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
+import msgspec
 import typer
 
 from llmcli.commands import AsJson
-from llmcli.output import emit, quantity
+from llmcli.output import Fitting, bar, emit, emit_json, note, quantity, size, warn
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.table import Table
 
-    from llmcli.params import ParameterCount
+    from llmcli.costs import Costs
+    from llmcli.params import Counted, EmbeddingShare, Line
 
 Targets = Annotated[
     list[str],
-    typer.Argument(metavar="TARGET...", help="A preset, a config file (ours or config.json), or a checkpoint folder."),
+    typer.Argument(
+        metavar="TARGET...",
+        help="A preset, a config file (ours or config.json), a checkpoint folder, a .safetensors file, or org/name "
+        "on the Hub.",
+    ),
 ]
+By = Annotated[
+    Literal["part", "layer", "tensor"] | None,
+    typer.Option(help="The parameters by part, by layer, or tensor by tensor."),
+]
+ShowTable = Annotated[
+    Literal["embeddings"] | None,
+    typer.Option("--table", help="One line a target: its embedding matrix, and what tying the output to it saves."),
+]
+Cost = Annotated[bool, typer.Option("--cost", help="Add memory and operations: weights, cache, training, one token.")]
+Dtype = Annotated[
+    Literal["float32", "bfloat16", "float16"] | None,
+    typer.Option(help="With --cost: the type of cache, activations and logits (bfloat16)."),
+]
+Context = Annotated[
+    int | None, typer.Option(min=1, help="With --cost: positions (as many as the model's config says).")
+]
+Batch = Annotated[int | None, typer.Option(min=1, help="With --cost: sequences at a time (1).")]
+ShowFiles = Annotated[bool, typer.Option("--files", help="With --json: add what a checkpoint's files hold besides.")]
+Plot = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Draw the parts to an .svg, .png or .pdf (extra: plot).")
+]
+Revision = Annotated[str | None, typer.Option(help="Of a repository on the Hub: a branch, a tag or a commit.")]
+Offline = Annotated[bool, typer.Option("--offline", help="Only what is on this machine, no network.")]
 
 
-def run(targets: Targets, as_json: AsJson = False) -> None:
-    """Count a model's parameters, tied and untied, without allocating anything.
+class Result(msgspec.Struct, frozen=True):
+    """What there is to show of one target; `lines` (`by` what) and `costs` when asked for."""
 
-    Example: llmcli count-params gpt2 gemma-2b
+    target: str
+    counted: Counted
+    by: str | None = None
+    lines: list[Line] | None = None
+    costs: Costs | None = None
+
+
+class Cell(NamedTuple):
+    """A number as it is shown, and its share of the whole where that says something."""
+
+    text: str
+    share: float | None = None
+
+
+class Row(NamedTuple):
+    """A label and a cell for each target; without cells a heading."""
+
+    label: str
+    cells: list[Cell] = []  # noqa: RUF012
+    style: str = ""
+
+
+def run(
+    targets: Targets,
+    by: By = None,
+    table: ShowTable = None,
+    cost: Cost = False,
+    dtype: Dtype = None,
+    context: Context = None,
+    batch: Batch = None,
+    plot: Plot = None,
+    files: ShowFiles = False,
+    revision: Revision = None,
+    offline: Offline = False,
+    as_json: AsJson = False,
+) -> None:
+    """Count parameters, tied and untied, without reading weights; a checkpoint's by the headers of its files.
+
+    Example: llmcli count-params gpt2 gemma-2b --cost --context 1024
     """
-    from llmcli.params import count
-    from llmcli.targets import read_config
+    from llmcli.params import breakdown, take
 
-    counts = [count(read_config(target)) for target in targets]
+    _check_options(by, table, cost, {"--dtype": dtype, "--context": context, "--batch": batch})
+    if plot:
+        from llmcli.plot import check
+
+        check(plot)
+    results = []
+    for target in targets:
+        counted = take(target, revision=revision, offline=offline)
+        lines = breakdown(counted, by) if by else None
+        costs = _costs(target, counted, dtype, context, batch) if cost else None
+        results.append(Result(target, counted, by, lines, costs))
+        for text in counted.notes:
+            note(text)
+        for text in counted.files.disagreements if counted.files else ():
+            warn(f"{target}: {text}")
+    if plot:
+        draw(results, plot)
     if as_json:
-        emit(counts[0] if len(counts) == 1 else counts, lambda _: "", as_json)
+        documents = [_document(result, table is not None, files) for result in results]
+        emit_json(documents[0] if len(documents) == 1 else documents)
     else:
-        emit(list(zip(targets, counts, strict=True)), view, as_json)
+        emit(results, view_embeddings if table else view, as_json)
 
 
-def view(counts: list[tuple[str, ParameterCount]]) -> Table:
-    """One column a target: parts with their share, then totals."""
+def _check_options(by: str | None, table: str | None, cost: bool, details: dict[str, Any]) -> None:
+    from llmcli.errors import UsageError
+
+    if table and (by or cost):
+        raise UsageError(f"--table {table} is a table of its own", f"Leave out {'--by' if by else '--cost'}.")
+    given = [name for name, value in details.items() if value is not None]
+    if given and not cost:
+        raise UsageError(f"{given[0]} says at what the costs are reckoned, and none are asked for", "Add --cost.")
+
+
+def _costs(target: str, counted: Counted, dtype: Any, context: int | None, batch: int | None) -> Costs:
+    from llmcli.costs import costs
+    from llmcli.errors import ConfigError
+
+    if counted.config is None:
+        raise ConfigError(f"{target}: costs follow from a config, and there is none to read", "Leave out --cost.")
+    return costs(counted.config, dtype=dtype or "bfloat16", context=context, batch=batch or 1)
+
+
+def _document(result: Result, table: bool, files: bool) -> dict[str, Any]:
+    """The count as JSON has it, and under further keys what was asked for besides."""
+    from llmcli.params import embedding_share
+
+    document: dict[str, Any] = msgspec.to_builtins(result.counted.count)
+    if table:
+        document["embeddings"] = embedding_share(result.counted)
+    if result.lines is not None:
+        document["by"], document["lines"] = result.by, result.lines
+    if result.costs:
+        document["cost"] = result.costs
+    if files:
+        document["files"] = result.counted.files
+    return document
+
+
+def view(results: list[Result]) -> RenderableType:
+    """One column a target where they fit side by side, else one below the other; layers and tensors always so."""
+    from rich.console import Group
+    from rich.text import Text
+
+    def below(bars: int) -> RenderableType:
+        return Group(*(block for result in results for block in (sheet([result], bars), Text(""))))
+
+    if any(result.by in ("layer", "tensor") for result in results):
+        blocks = ((lines_view(result), Text(""), sheet([result]), Text("")) for result in results)
+        return Group(*(block for group in blocks for block in group))
+    if len(results) == 1:
+        return Fitting(lambda: sheet(results, bars=12), lambda: sheet(results))
+    return Fitting(lambda: sheet(results, bars=8), lambda: sheet(results), lambda: below(12), lambda: below(0))
+
+
+def sheet(results: list[Result], bars: int = 0) -> Table:
+    """Rows of numbers with a column for each target: its parts, totals, and costs; bars of so many characters."""
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     table.add_column("")
-    for target, _ in counts:
-        table.add_column(target, justify="right")
+    for result in results:
+        table.add_column(result.target, justify="right", overflow="fold")
         table.add_column("", justify="right", style="dim")
-
-    def row(label: str, values: list[int | None], share: bool = False, style: str | None = None) -> None:
+        if bars:
+            table.add_column("", min_width=bars + 1, style="cyan")
+    rows = [*total_rows(results), *cost_rows(results)]
+    for row in rows if results[0].by in ("layer", "tensor") else [*part_rows(results), *rows]:
         cells = []
-        for value, (_, count) in zip(values, counts, strict=True):
-            cells.append("–" if value is None else f"{value:,}")
-            cells.append(f"{value / count.total:.0%}" if share and value is not None and count.total else "")
-        table.add_row(label, *cells, style=style)
-
-    for part in dict.fromkeys(part for _, count in counts for part in count.parts):
-        row(part.replace("_", " "), [count.parts.get(part) for _, count in counts], share=True)
-    row("total", [count.total for _, count in counts], style="bold")
-    table.add_row("", *[cell for _, count in counts for cell in (quantity(count.total), "")], style="dim")
-    row("tied", [count.total_tied for _, count in counts])
-    row("untied", [count.total_untied for _, count in counts])
-    row("saved by tying", [count.saved_by_tying for _, count in counts])
-    if any(count.active != count.total for _, count in counts):
-        row("active per token", [count.active for _, count in counts])
-    table.add_row(
-        "as configured",
-        *[cell for _, count in counts for cell in ("tied" if count.tie_word_embeddings else "untied", "")],
-    )
+        for cell in row.cells:
+            cells += [cell.text, "" if cell.share is None else percent(cell.share)]
+            cells += [bar(cell.share or 0.0, bars)] if bars else []
+        table.add_row(row.label, *cells, style=row.style)
     return table
+
+
+def part_rows(results: list[Result]) -> Iterator[Row]:
+    """The parts with their shares."""
+    from llmcli.params import ORDER
+
+    counts = [result.counted.count for result in results]
+    for part in ORDER:
+        if any(part in count.parts for count in counts):
+            numbers = [count.parts.get(part, 0) for count in counts]
+            cells = [
+                Cell(f"{n:,}", n / (count.total or 1)) if n else Cell("–")
+                for n, count in zip(numbers, counts, strict=True)
+            ]
+            yield Row(part.replace("_", " "), cells)
+
+
+def total_rows(results: list[Result]) -> Iterator[Row]:
+    """The totals, and what a checkpoint's files hold besides."""
+    counts = [result.counted.count for result in results]
+    yield Row("total", [Cell(f"{count.total:,}") for count in counts], "bold")
+    yield Row("", [Cell(quantity(count.total)) for count in counts], "dim")
+    yield Row("tied", [Cell(f"{count.total_tied:,}") for count in counts])
+    yield Row("untied", [Cell(f"{count.total_untied:,}") for count in counts])
+    yield Row("saved by tying", [Cell(f"{count.saved_by_tying:,}") for count in counts])
+    if any(count.active != count.total for count in counts):
+        yield Row(
+            "active per token", [Cell(f"{count.active:,}", count.active / (count.total or 1)) for count in counts]
+        )
+    yield Row("counted as", [Cell("tied" if count.tie_word_embeddings else "untied") for count in counts])
+    files = [result.counted.files for result in results]
+    if any(files):
+        yield Row("buffers", [Cell(f"{held.buffers:,}") if held else Cell("–") for held in files])
+    if any(held and held.padding_rows for held in files):
+        yield Row("padding rows", [Cell(f"{held.padding_rows or 0:,}") if held else Cell("–") for held in files])
+
+
+def cost_rows(results: list[Result]) -> Iterator[Row]:
+    """Memory and operations, for the targets that were reckoned."""
+    costs = [result.costs for result in results if result.costs]
+    if not costs:
+        return
+    dtype = costs[0].dtype
+
+    def sizes(label: str, values: list[int], style: str = "") -> Row:
+        return Row(label, [Cell(size(value)) for value in values], style)
+
+    yield Row("")
+    yield Row("context", [Cell(f"{c.context:,}") for c in costs])
+    yield Row("batch", [Cell(f"{c.batch:,}") for c in costs])
+    yield Row("weights", style="bold")
+    for name, label in (("float32", "in float32"), ("bfloat16", "in 16 bits"), ("float8", "in 8 bits")):
+        yield sizes(label, [c.weights[name] for c in costs])
+    yield Row(f"cache in {dtype}", style="bold")
+    yield sizes("a token", [c.kv_cache.bytes_per_token for c in costs])
+    yield sizes("all", [c.kv_cache.bytes for c in costs])
+    yield Row("training in float32" if dtype == "float32" else f"training ({dtype})", style="bold")
+    for name in ("weights", "gradients", "moments", "activations", "logits"):
+        yield sizes(name, [getattr(c.training, name) for c in costs])
+    yield sizes("together", [c.training.total for c in costs], "bold")
+    yield sizes("logits in chunks", [c.training.logits_chunked for c in costs])
+    yield sizes("then together", [c.training.total_chunked for c in costs], "bold")
+    yield sizes("attention if not fused", [c.training.attention_matrices for c in costs])
+    yield Row("operations a token", style="bold")
+    kinds = {
+        "attention_projections": "q, k, v, output",
+        "feed_forward": "feed forward",
+        "attention": "over the context",
+    }
+    for name, label in {**kinds, "head": "head"}.items():
+        numbers = [(getattr(c.flops, name), c.flops.forward) for c in costs]
+        yield Row(label, [Cell(quantity(n), n / forward) for n, forward in numbers])
+    yield Row("forward", [Cell(quantity(c.flops.forward)) for c in costs], "bold")
+    yield Row("training", [Cell(quantity(c.flops.training)) for c in costs], "bold")
+
+
+def percent(share: float) -> str:
+    """A share without decimals; one that would round to nothing says so."""
+    return "<1%" if 0 < share < 0.005 else f"{share:.0%}"
+
+
+def lines_view(result: Result) -> RenderableType:
+    """Layers or tensors, equal ones on one line, with bars where they fit; where nothing fits, a name a line."""
+    from rich.table import Table
+    from rich.text import Text
+
+    lines = merged(result.lines or [])
+
+    def full(bars: int, shapes: bool) -> Table:
+        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+        table.add_column(result.target, overflow="fold")
+        table.add_column("", justify="right")
+        table.add_column("parameters", justify="right")
+        table.add_column("", justify="right", style="dim")
+        if bars:
+            table.add_column("", min_width=bars + 1, style="cyan")
+        for name, line, times in lines:
+            share = line.share * times
+            shape = " × ".join(f"{n:,}" for n in line.shape or ()) if shapes else ""
+            each = f"{times} × {shape or f'{line.parameters:,}'}" if times > 1 else shape
+            cells = [name, each, f"{times * line.parameters:,}", percent(share)]
+            table.add_row(*cells, *([bar(share, bars)] if bars else []))
+        return table
+
+    def narrow() -> Text:
+        parts = (f"{name}\n  {times * line.parameters:,}  {percent(line.share * times)}" for name, line, times in lines)
+        return Text("\n".join([result.target, *parts]))
+
+    return Fitting(lambda: full(12, True), lambda: full(0, True), lambda: full(0, False), narrow)
+
+
+def merged(lines: list[Line]) -> list[tuple[str, Line, int]]:
+    """(name, one of them, how many) for lines that differ only in their numbers: `layers 0-11`, `blocks.{0-11}.…`."""
+    groups: dict[tuple[str, int, tuple[int, ...] | None], list[Line]] = {}
+    for line in lines:
+        groups.setdefault((re.sub(r"\d+", "#", line.name), line.parameters, line.shape), []).append(line)
+    result = []
+    for (pattern, _, _), same in groups.items():
+        pieces = pattern.split("#")
+        numbers = zip(*(map(int, re.findall(r"\d+", line.name)) for line in same), strict=True)
+        name = pieces[0] + "".join(ranges(column) + piece for column, piece in zip(numbers, pieces[1:], strict=True))
+        result.append((name, same[0], len(same)))
+    return result
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Numbers as runs: 3, {0-11}, {0,2,4}."""
+    distinct = sorted(set(numbers))
+    runs = [list(run) for _, run in groupby(distinct, key=lambda n: n - distinct.index(n))]
+    text = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    return text if len(distinct) == 1 else f"{{{text}}}"
+
+
+def view_embeddings(results: list[Result]) -> RenderableType:
+    """One line a target: its embedding matrix in the whole; exact where that fits, else rounded, else a block each."""
+    from rich.table import Table
+
+    from llmcli.params import embedding_share
+
+    def cells(share: EmbeddingShare, number: Callable[[int], str]) -> list[str]:
+        return [
+            f"{share.vocab_size:,}",
+            f"{share.embed_dim:,}",
+            number(share.embedding),
+            number(share.total),
+            percent(share.share),
+            percent(share.share_with_head),
+            "tied" if share.tied else "untied",
+            number(share.saved_by_tying),
+        ]
+
+    shares = [(result.target, embedding_share(result.counted)) for result in results]
+    heads = ["V", "d", "V·d", "total", "share", "with head", "output", "saved by tying"]
+
+    def wide(number: Callable[[int], str]) -> Table:
+        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+        table.add_column("")
+        for head in heads:
+            table.add_column(head, justify="right")
+        for target, share in shares:
+            table.add_row(target, *cells(share, number))
+        return table
+
+    def blocks() -> Table:
+        table = Table.grid(padding=(0, 1, 0, 0))
+        table.add_column()
+        table.add_column(justify="right")
+        for target, share in shares:
+            table.add_row(target, style="bold")
+            for head, cell in zip(heads, cells(share, exact), strict=True):
+                table.add_row(head, cell)
+            table.add_row()
+        return table
+
+    def exact(number: int) -> str:
+        return f"{number:,}"
+
+    return Fitting(lambda: wide(exact), lambda: wide(quantity), blocks)
+
+
+def draw(results: list[Result], path: Path) -> None:
+    """One target: a bar a part, with its number. Several: each a bar of its whole, cut into parts."""
+    from llmcli.params import ORDER
+    from llmcli.plot import PALETTE, drawing, readable
+
+    colours = dict(zip(ORDER, (PALETTE[n] for n in (0, 4, 1, 2, 6, 3, 7, 5)), strict=False)) | {"other": "#BBBBBB"}
+    counts = [result.counted.count for result in results]
+    names = [readable(Path(result.target).name or result.target) for result in results]
+    parts = [part for part in ORDER if any(count.parts.get(part) for count in counts)]
+    with drawing(path, 7.5, 0.8 + 0.42 * (len(parts) if len(results) == 1 else len(results) + 2)) as figure:
+        axes = figure.add_subplot()
+        axes.invert_yaxis()
+        axes.spines["left"].set_visible(False)
+        axes.tick_params(left=False)
+        if len(results) == 1:
+            count = counts[0]
+            sizes = [count.parts[part] for part in parts]
+            bars = axes.barh(
+                [part.replace("_", " ") for part in parts], sizes, color=[colours[part] for part in parts], height=0.72
+            )
+            axes.bar_label(bars, [f"{n:,}  ({percent(n / count.total)})" for n in sizes], padding=4)
+            axes.set_xlim(0, max(sizes) * 1.5)  # room for the numbers
+            axes.spines["bottom"].set_visible(False)
+            axes.set_xticks([])
+            tie = "tied" if count.tie_word_embeddings else "untied"
+            axes.set_title(f"{names[0]}: {count.total:,} parameters, {tie}")
+            return
+        labels = [f"{name}  {quantity(count.total)}" for name, count in zip(names, counts, strict=True)]
+        left = [0.0] * len(results)
+        for part in parts:
+            shares = [count.parts.get(part, 0) / (count.total or 1) for count in counts]
+            axes.barh(
+                range(len(results)),
+                shares,
+                left=left,
+                color=colours[part],
+                height=0.72,
+                edgecolor="white",
+                linewidth=0.8,
+                label=part.replace("_", " ") if max(shares) >= 0.004 else None,  # too thin to see
+            )
+            for row, share in enumerate(shares):
+                if share >= 0.05:  # less is narrower than its number
+                    dark = part in ("embedding", "norms", "output", "feed_forward")
+                    where = (left[row] + share / 2, row)
+                    axes.text(*where, percent(share), ha="center", va="center", color="white" if dark else "black")
+                left[row] += share
+        axes.set_yticks(range(len(results)), labels)
+        axes.set_xlim(0, 1)
+        axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+        axes.set_title("Where the parameters are")
+        figure.legend(loc="outside lower center", ncols=4, handlelength=1)
