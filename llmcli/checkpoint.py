@@ -295,6 +295,11 @@ def _fused(config: ModelConfig, head_copy: bool = False) -> list[tuple[str, list
     return [(name, sorted(parts, key=lambda part: part.start)) for name, parts in fused.items()]
 
 
+def order(config: ModelConfig) -> list[str]:
+    """Our tensors in the order in which `save` and `to_hf` ask for them."""
+    return [part.name for _, parts in _fused(config) for part in parts]
+
+
 def _put_together(parts: list[families.Tensor], weights: Callable[[str], Tensor]) -> Tensor:
     values = [weights(part.name).detach() for part in parts]
     whole = values[0] if len(values) == 1 else torch.cat(values)
