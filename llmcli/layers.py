@@ -87,8 +87,8 @@ class Rotary(nn.Module):
         self.frequencies, self.attention_factor = rope_frequencies(head_size, theta, scaling)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin for positions (T,), each (T, D): the angles are float32 whatever the model's type."""
-        angles = torch.outer(positions.float(), self.frequencies.to(positions.device))
+        """cos and sin for positions (T,) or (B, 1, T), each (..., T, R): the angles are float32 in any model."""
+        angles = positions.float().unsqueeze(-1) * self.frequencies.to(positions.device)
         angles = torch.cat((angles, angles), dim=-1)
         return (angles.cos() * self.attention_factor).to(dtype), (angles.sin() * self.attention_factor).to(dtype)
 
@@ -155,15 +155,23 @@ def softcap(x: Tensor, cap: float | None) -> Tensor:
     return x if cap is None else cap * torch.tanh(x / cap)
 
 
-def visible(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
+def visible(
+    queries: int, keys: int, window: int | None, device: torch.device, empty: Tensor | None = None
+) -> Tensor | None:
     """Which keys each query may see, (T, S) bool; None when every query sees every key.
 
     Queries and keys end at the same position. A query sees itself and what came before, `window - 1` back at most.
+    The first `empty` (B,) keys of each row are none, and the mask is (B, 1, T, S).
     """
-    if queries == 1 and (window is None or keys <= window):
+    if queries == 1 and (window is None or keys <= window) and empty is None:
         return None
-    behind = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
-    return (behind >= 0) if window is None else (behind >= 0) & (behind < window)
+    query, key = torch.arange(keys - queries, keys, device=device)[:, None], torch.arange(keys, device=device)
+    mask = key <= query
+    if window is not None:
+        mask &= key > query - window
+    if empty is not None:  # what stands in an empty place sees itself, lest its softmax have nothing to sum
+        mask = mask & (key >= empty.to(device)[:, None, None, None]) | (key == query)
+    return mask
 
 
 class Attention(nn.Module):
@@ -205,29 +213,34 @@ class Attention(nn.Module):
         q, k, v = (part.view(batch, length, -1, self.head_size).transpose(1, 2) for part in (q, k, v))
         if self.rope:
             q, k = rotate(q, ropes[self.rope]), rotate(k, ropes[self.rope])
-        if cache:
+        empty = None
+        if cache is not None:
             k, v = cache.append(k, v)
-        mixed = self.mix(q, k, v)
+            empty = None if cache.padding is None else cache.padding - (cache.length - k.shape[2])
+        mixed = self.mix(q, k, v, empty)
         return cast(Tensor, self.output(mixed.transpose(1, 2).reshape(batch, length, -1)))
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, empty: Tensor | None = None) -> Tensor:
         """What each query (B, Hq, T, D) takes from the values (B, Hkv, S, D) of the keys it sees: (B, Hq, T, D)."""
         queries, keys = q.shape[2], k.shape[2]
         dropout = self.dropout if self.training else 0.0
         if self.softcap is not None:
-            mask = visible(queries, keys, self.window, q.device)
+            mask = visible(queries, keys, self.window, q.device, empty)
             return capped_attention(q, k, v, mask, self.scale, self.softcap, dropout)
-        plain = queries == keys > 1 and (self.window is None or queries <= self.window)
-        return F.scaled_dot_product_attention(
-            q,
+        plain = queries == keys > 1 and (self.window is None or queries <= self.window) and empty is None
+        # One position's queries of a group see the same keys: as rows of one head they read them once, not once each.
+        by_group = queries == 1 and self.grouped
+        mixed = F.scaled_dot_product_attention(
+            q.reshape(q.shape[0], k.shape[1], -1, q.shape[3]) if by_group else q,
             k,
             v,
-            attn_mask=None if plain else visible(queries, keys, self.window, q.device),
+            attn_mask=None if plain else visible(queries, keys, self.window, q.device, empty),
             is_causal=plain,
             scale=self.scale,
             dropout_p=dropout,
-            enable_gqa=self.grouped,
+            enable_gqa=self.grouped and not by_group,
         )
+        return mixed.reshape(q.shape) if by_group else mixed
 
 
 def capped_attention(
@@ -238,7 +251,7 @@ def capped_attention(
     by_group = q.reshape(batch, k.shape[1], heads // k.shape[1], length, size)
     scores = softcap(torch.matmul(by_group, k.unsqueeze(2).mT) * scale, cap)
     if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
+        scores = scores.masked_fill(~mask[..., None, :, :], float("-inf"))
     weights = F.dropout(scores.softmax(-1, dtype=torch.float32).to(q.dtype), dropout)
     return torch.matmul(weights, v.unsqueeze(2)).flatten(1, 2)
 

@@ -64,7 +64,7 @@ class Decoder(nn.Module):
         x = self.token_embeddings(ids)
         positions = self._positions(ids, cache)
         if self.position_embeddings is not None:
-            x = x + self.position_embeddings(positions)
+            x = x + self.position_embeddings(positions.view(-1, ids.shape[1]))
         x = self.dropout(x)
         ropes = {kind: rotary(positions, x.dtype) for kind, rotary in self.rotary.items()}
         for layer, block in enumerate(self.blocks):
@@ -89,16 +89,24 @@ class Decoder(nn.Module):
                 "The text was encoded with a tokenizer of another model.",
             )
 
-    def _positions(self, ids: Tensor, cache: Sequence[Cache] | None) -> Tensor:
-        start = cache[0].length if cache else 0
-        end = start + ids.shape[1]
-        if self.position_embeddings is not None and end > self.config.max_position_embeddings:
+    def check_position(self, position: int) -> None:
+        """Raise UsageError for a position past the last learned one. Rotary positions have no end."""
+        if self.position_embeddings is not None and position >= self.config.max_position_embeddings:
             raise UsageError(
-                f"position {end} is past the last one: the model has "
+                f"position {position + 1} is past the last one: the model has "
                 f"{self.config.max_position_embeddings} learned positions",
                 "Use a shorter text.",
             )
-        return torch.arange(start, end, device=ids.device)
+
+    def _positions(self, ids: Tensor, cache: Sequence[Cache] | None) -> Tensor:
+        """Where the new ids stand: (T,), or (B, 1, T) where rows begin at different places."""
+        start = cache[0].length if cache else 0
+        end = start + ids.shape[1]
+        self.check_position(end - 1)
+        positions = torch.arange(start, end, device=ids.device)
+        if not cache or cache[0].padding is None:
+            return positions
+        return (positions - cache[0].padding.to(ids.device)[:, None, None]).clamp(min=0)
 
     def initialise(self, seed: int) -> None:
         """Fresh weights: every Linear and Embedding from N(0, initializer_range), biases 0, norms 1.

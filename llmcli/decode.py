@@ -1,0 +1,229 @@
+"""One new position at a time, for as little as it can cost: the decoder's forward pass with T = 1, written flat.
+
+A forward pass of one position does little arithmetic; in a small model its time goes into calls. Here every matrix is
+called once, into buffers that stay, without a module around it. The weights are the model's own: nothing is copied,
+fused or packed. `layers` says what is computed; tests hold the two to the same logits, family by family.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llmcli.cache import BLOCK, LayerCache
+from llmcli.layers import (
+    Attention,
+    Block,
+    FeedForward,
+    GatedFeedForward,
+    NormAfterSumBlock,
+    RMSNorm,
+    softcap,
+    visible,
+)
+from llmcli.model import Decoder
+
+Rows = Callable[[Tensor], Tensor]
+"""A function of rows, (B, in) -> (B, out)."""
+
+
+class Step:
+    """The logits (B, V) after one new id in each of B rows; `cache` has seen the rows so far and sees the new ids.
+
+    A part of a block that is not known here is called as the module it is, so every model can be decoded.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, model: Decoder, cache: Sequence[LayerCache], batch: int) -> None:
+        self._model = model
+        self._cache = cache
+        self._embeddings = model.token_embeddings.weight.detach()
+        self._scale = model.token_embeddings.scale if model.token_embeddings.scaled else None
+        self._learned = None if model.position_embeddings is None else model.position_embeddings.weight.detach()
+        self._x = self._embeddings.new_empty(batch, self._embeddings.shape[1])  # the residual stream, changed in place
+        self._turns = _Turns(model)
+        self._blocks = [
+            _block(cast(Block, block), layer, self._x, self._turns)
+            for block, layer in zip(model.blocks, cache, strict=True)
+        ]
+        self._final_norm = _norm(model.final_norm, self._x)
+        head = model.output_projection
+        self._head = _linear(self._embeddings, None) if head is None else _linear(head.weight, head.bias)
+
+    @torch.inference_mode()
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Logits (B, V) after `ids` (B,). Raises UsageError for a position past the last learned one."""
+        x = self._x
+        torch.index_select(self._embeddings, 0, ids, out=x)
+        if self._scale is not None:
+            x.mul_(self._scale)
+        if self._cache:
+            position, padding = self._cache[0].length, self._cache[0].padding
+            self._model.check_position(position)
+            places = position if padding is None else position - padding  # of each row, where they differ
+            if self._learned is not None:
+                x.add_(self._learned[places])
+            self._turns.move(position, places)
+        for block in self._blocks:
+            block()
+        return softcap(self._head(self._final_norm(x)), self._model.config.logit_softcap)
+
+
+class _Turns:
+    """The current position's rotations, made once for all layers: cos and sin, (R/2,) or (B * heads, R/2)."""
+
+    def __init__(self, model: Decoder) -> None:
+        self._rotary = dict(model.rotary.items())
+        self._heads = (model.config.num_heads, cast(int, model.config.num_kv_heads))
+        self._like = model.token_embeddings.weight
+        self._tables: dict[str, tuple[Tensor, ...]] = {}
+        self._known = 0
+        self.now: dict[str, tuple[Tensor, ...]] = {}
+
+    def half(self, kind: str) -> int:
+        """How many pairs of a head's dimensions turn."""
+        return len(self._rotary[kind].frequencies)
+
+    def move(self, position: int, places: int | Tensor) -> None:
+        """Go on to the position that is `places` in the rows."""
+        if not self._rotary:
+            return
+        if position >= self._known:
+            self._known = 2 * position + BLOCK
+            positions = torch.arange(self._known, device=self._like.device)
+            for kind, rotary in self._rotary.items():
+                tables = rotary(positions, self._like.dtype)
+                self._tables[kind] = tuple(table[:, : self.half(kind)].contiguous() for table in tables)
+        for kind, tables in self._tables.items():
+            now = tuple(table[places] for table in tables)
+            if isinstance(places, Tensor):  # all query heads of all rows, then all their key heads
+                now = tuple(torch.cat([t.repeat_interleave(heads, 0) for heads in self._heads]) for t in now)
+            self.now[kind] = now
+
+
+def _linear(weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Rows:
+    """x @ weight.T + bias, into `out` or a new tensor."""
+    turned, bias = weight.detach().t(), None if bias is None else bias.detach()
+    if bias is None:
+        return lambda x: torch.mm(x, turned, out=out)
+    return lambda x: torch.addmm(bias, x, turned, out=out)
+
+
+def _adding(linear: nn.Linear, x: Tensor) -> Rows:
+    """x += linear(y), without a tensor in between; gives back x."""
+    turned, bias = linear.weight.detach().t(), None if linear.bias is None else linear.bias.detach()
+    if bias is None:
+        return lambda y: x.addmm_(y, turned)
+    return lambda y: x.addmm_(y, turned).add_(bias)
+
+
+def _norm(norm: nn.Module | None, x: Tensor) -> Rows:
+    """A norm of rows like `x`. One float32 row's root mean square is a number: three calls in place of eight."""
+    if norm is None:
+        return lambda x: x
+    if type(norm) is nn.LayerNorm:
+        shape, scale, bias, eps = norm.normalized_shape, norm.weight, norm.bias, norm.eps
+        return lambda x: F.layer_norm(x, shape, scale, bias, eps)
+    if type(norm) is RMSNorm and x.dtype == torch.float32 and len(x) == 1 and x.device.type == "cpu":
+        weight = 1.0 + norm.weight if norm.plus_one else norm.weight.detach()
+        width, zero, out = x.shape[1], torch.zeros_like(x), torch.empty_like(x)
+
+        def one_row(x: Tensor, eps: float = norm.eps) -> Tensor:
+            row = x.view(-1)
+            scale = 1 / math.sqrt(float(torch.dot(row, row)) / width + eps)
+            return torch.addcmul(zero, x, weight, value=scale, out=out)
+
+        return one_row
+    return cast(Rows, norm)
+
+
+def _block(block: Block, cache: LayerCache, x: Tensor, turns: _Turns) -> Callable[[], object]:
+    """One block's change of the residual stream x (B, d)."""
+    norms = block.attention_norm, block.attention_post_norm, block.feed_forward_norm, block.feed_forward_post_norm
+    before_attention, after_attention, before_feed, after_feed = (_norm(norm, x) for norm in norms)
+    if type(block) is NormAfterSumBlock:
+        attend = _attention(block.attention, cache, x, turns, adding=True)
+        feed = _feed_forward(block.feed_forward, x, adding=True)
+        return lambda: x.copy_(before_feed(feed(x.copy_(before_attention(attend(x))))))
+    if type(block) is not Block:
+        raise NotImplementedError(f"llmcli.decode does not know {type(block).__name__}")
+    attend = _attention(block.attention, cache, x, turns, adding=norms[1] is None)
+    feed = _feed_forward(block.feed_forward, x, adding=norms[3] is None)
+
+    def step() -> None:
+        mixed = attend(before_attention(x))
+        if mixed is not x:
+            x.add_(after_attention(mixed))
+        fed = feed(before_feed(x))
+        if fed is not x:
+            x.add_(after_feed(fed))
+
+    return step
+
+
+def _attention(attention: Attention, cache: LayerCache, x: Tensor, turns: _Turns, adding: bool) -> Rows:
+    """Attention of one position a row; with `adding` the result goes onto x."""
+    batch, size, kind = x.shape[0], attention.head_size, attention.rope
+    q_dim, kv_dim = attention.q.out_features, attention.k.out_features
+    # Queries, keys and values lie side by side: what turns is one view, what is remembered another.
+    room = x.new_empty(batch * (q_dim + 2 * kv_dim))
+    q, k, v = (part.view(batch, -1) for part in room.split([batch * q_dim, batch * kv_dim, batch * kv_dim]))
+    heads = room[: batch * (q_dim + kv_dim)].view(-1, size)
+    both = room[batch * q_dim :].view(2, batch, -1, size)
+    by_group = q.view(batch, kv_dim // size, -1, size)  # the queries of a group stand as rows of their one key head
+    half = turns.half(kind) if kind else 0
+    first, second = heads[:, :half], heads[:, half : 2 * half]
+    spare = torch.empty_like(first)
+    project = [
+        _linear(linear.weight, linear.bias, part)
+        for linear, part in ((attention.q, q), (attention.k, k), (attention.v, v))
+    ]
+    output = _adding(attention.output, x) if adding else _linear(attention.output.weight, attention.output.bias)
+    q_norm, k_norm, scale, cap = attention.q_norm, attention.k_norm, attention.scale, attention.softcap
+
+    def step(h: Tensor) -> Tensor:
+        for linear in project:
+            linear(h)
+        if q_norm is not None and k_norm is not None:
+            q.copy_(q_norm.over_parts(q))
+            k.copy_(k_norm.over_parts(k))
+        if kind:
+            cos, sin = turns.now[kind]
+            torch.mul(first, sin, out=spare)
+            first.mul_(cos).addcmul_(second, sin, value=-1)
+            second.mul_(cos).add_(spare)
+        keys, values = cache.append_one(both)
+        mask = None
+        if cache.padding is not None:
+            seen = keys.shape[2]
+            mask = visible(1, seen, None, x.device, cache.padding - (cache.length - seen))
+        if cap is None:
+            mixed = F.scaled_dot_product_attention(by_group, keys, values, mask, scale=scale)
+        else:
+            scores = softcap(torch.matmul(by_group, keys.mT) * scale, cap)
+            scores = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
+            mixed = torch.matmul(scores.softmax(-1, dtype=torch.float32).to(scores.dtype), values)
+        return output(mixed.reshape(batch, q_dim))
+
+    return step
+
+
+def _feed_forward(module: nn.Module, x: Tensor, adding: bool) -> Rows:
+    """A feed-forward part; with `adding` the result goes onto x."""
+    if type(module) is FeedForward:
+        activation, up = module.activation, _linear(module.up.weight, module.up.bias)
+        down = _adding(module.down, x) if adding else _linear(module.down.weight, module.down.bias)
+        return lambda h: down(activation(up(h)))
+    if type(module) is GatedFeedForward:
+        activation, up = module.activation, _linear(module.up.weight, module.up.bias)
+        gate = _linear(module.gate.weight, module.gate.bias)
+        down = _adding(module.down, x) if adding else _linear(module.down.weight, module.down.bias)
+        return lambda h: down(activation(gate(h)).mul_(up(h)))
+    if adding:
+        return lambda h: x.add_(module(h))
+    return cast(Rows, module)
