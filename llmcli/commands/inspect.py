@@ -1,0 +1,291 @@
+"""llmcli inspect: what is in a checkpoint, or what lies between two, without loading either."""
+
+from __future__ import annotations
+
+import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from llmcli.commands import AsJson, Offline, Revision
+from llmcli.output import emit, progress, quantity, size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.console import RenderableType
+    from rich.table import Table
+
+    from llmcli.differences import Differences
+    from llmcli.inspection import Inspection, MatrixHealth, TensorEntry, TieStatus
+    from llmcli.tensors import TensorInfo
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="CHECKPOINT",
+        help="A checkpoint: a folder, a file of weights, or org/name on the Hub (of which only headers are fetched).",
+    ),
+]
+Other = Annotated[str | None, typer.Argument(metavar="[OTHER]", help="A second one, to compare the first with.")]
+Patterns = Annotated[
+    list[str] | None,
+    typer.Option("--tensors", metavar="PATTERN", help="List the tensors whose names fit, one by one: '*.mlp.*'."),
+]
+Full = Annotated[bool, typer.Option("--full", help="Read every value instead of a sample of the embedding's rows.")]
+
+MOST = 20
+"""How many of the largest differences a table shows; JSON holds them all."""
+
+
+def run(
+    target: Target,
+    other: Other = None,
+    patterns: Patterns = None,
+    full: Full = False,
+    revision: Revision = None,
+    offline: Offline = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what is in a checkpoint, sound or broken, without loading it; with two, what lies between them.
+
+    Example: llmcli inspect ./gpt2 --tensors '*.ln_*'
+    """
+    from llmcli import inspection, targets
+
+    if other is not None:
+        paths = [
+            targets.find_checkpoint(target, revision=revision, offline=offline),
+            targets.find_checkpoint(other, offline=offline),
+        ]
+        emit(_compare((target, other), paths, patterns), view_differences, as_json)
+        return
+    remote = None
+    if targets.repo_id(target, revision) and not full:
+        headers = targets.read_headers(target, revision=revision, offline=offline)
+        path, remote = headers.path, None if headers.here else headers.checkpoint
+    else:
+        path = targets.find_checkpoint(target, revision=revision, offline=offline)
+    files = _Files()
+    with progress("reading", unit="B") if full else progress("", None) as advance:
+        found = inspection.inspect(
+            path,
+            target,
+            remote=remote,
+            full=full,
+            read_file=files.read_file,
+            read=files.read_rows,
+            progress=advance,
+        )
+    if patterns:
+        import msgspec
+
+        found = msgspec.structs.replace(found, tensors=inspection.select(found, patterns))
+    emit(found, lambda found: view(found, one_by_one=bool(patterns)), as_json)
+
+
+class _Files:
+    """Reads weights of either kind: safetensors as they are, PyTorch's pickles through torch, imported only then."""
+
+    def read_file(self, path: Path) -> dict[str, TensorInfo]:
+        from llmcli import tensors
+
+        return tensors.read_header(path)
+
+    def read_rows(self, info: TensorInfo, start: int, stop: int) -> bytes:
+        from llmcli import tensors
+
+        return tensors.read_rows(info, start, stop)
+
+
+def _compare(targets: tuple[str, str], paths: list[Path], patterns: list[str] | None) -> Differences:
+    from llmcli import differences, inspection
+
+    files = _Files()
+    a, b = (inspection.open_files(path, files.read_file)[0] for path in paths)
+    pairs = differences.pair(a, b, lambda name: not patterns or any(fnmatch.fnmatchcase(name, p) for p in patterns))
+    found = []
+    total = sum(info.end - info.start for both in pairs.both.values() for info in both)
+    with progress("comparing", total, "B") as advance:
+        for difference, amount in differences.compare(pairs, files.read_rows):
+            found.append(difference)
+            advance(amount)
+    first, second = (
+        inspection.inspect(path, target, read_file=files.read_file, read=files.read_rows).tie
+        for path, target in zip(paths, targets, strict=True)
+    )
+    return differences.summary(*targets, pairs, found, (first, second))
+
+
+def view(found: Inspection, one_by_one: bool = False) -> RenderableType:
+    """What it is, then what is wrong with it, then its tensors: those of all layers in one line, or `one_by_one`."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text  # what a file says is shown as it is, not read as markup
+
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column(overflow="fold")
+    facts.add_row("family", _family(found))
+    facts.add_row("files", Text(_files(found)))
+    dtypes = ", ".join(
+        dtype if len(found.dtypes) == 1 else f"{dtype} {amount.values / max(1, found.total.values):.1%}"
+        for dtype, amount in found.dtypes.items()
+    )
+    facts.add_row(
+        "tensors", f"{found.total.tensors:,} with {found.total.values:,} values, {size(found.total.bytes)} of {dtypes}"
+    )
+    beside = found.total.values - found.parameters
+    facts.add_row(
+        "parameters",
+        f"{found.parameters:,} ({quantity(found.parameters)})"
+        + (f", and {beside:,} values that are not counted" if beside else ""),
+    )
+    if found.tie:
+        facts.add_row("output", Text(tie_line(found.tie)))
+    for health in found.matrices:
+        facts.add_row("embedding" if health.side == "input" else "head", _health(health))
+    for note in found.notes:
+        facts.add_row("note", Text(note))
+    for problem in found.problems:
+        facts.add_row(Text("problem", "red"), Text(problem))
+    return Group(facts, "", _tensors(found, one_by_one))
+
+
+def _family(found: Inspection) -> str:
+    config = found.config
+    if config is None:
+        return "not known"
+    heads = f"{config.num_heads} heads"
+    if config.num_kv_heads != config.num_heads:
+        heads += f" ({config.num_kv_heads} for keys and values)"
+    experts = f", {config.num_experts} experts" if config.num_experts else ""
+    return (
+        f"{config.family}: {config.num_layers} layers, embed_dim {config.embed_dim:,}, {heads}{experts}, "
+        f"vocabulary {config.vocab_size:,}"
+    )
+
+
+def _files(found: Inspection) -> str:
+    total = sum(file.bytes for file in found.files)
+    if len(found.files) == 1:
+        return f"{found.files[0].name}, {size(total)}"
+    return f"{len(found.files)} shards, {size(total)}: {found.files[0].name} to {found.files[-1].name}"
+
+
+def tie_line(tie: TieStatus) -> str:
+    """Tied or not, why, and how the two matrices compare."""
+    text = {"tie": "tied: ", "untie": "untied: ", None: ""}[tie.decision] + tie.reason
+    if tie.equal is None:
+        return text
+    where = f" in the {tie.rows_compared:,} of {tie.rows:,} rows compared" if tie.rows_compared < tie.rows else ""
+    how = "equal" if tie.equal else f"max difference {tie.max_difference:.3g}"
+    return f"{text} ({how}{where}{'; --full compares all' if where else ''})"
+
+
+def _health(health: MatrixHealth) -> str:
+    sampled = health.rows_read < health.rows
+    rows = f"{health.rows:,} x {health.width:,}"
+    norms = (
+        f"norm {health.norm_mean:.4g} ± {health.norm_std:.2g} ({health.norm_min:.3g} to {health.norm_max:.3g})"
+        if health.norm_mean is not None
+        else "no row with a norm"
+    )
+    read = f" (of {health.rows_read:,} rows; --full reads all)" if sampled else ""
+    return f"{rows}, {norms}, {health.zero_rows:,} zero rows, {health.non_finite_rows:,} not finite{read}"
+
+
+def _tensors(found: Inspection, one_by_one: bool) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    from llmcli.inspection import Folded, fold
+
+    groups = [Folded(entry.name, (entry,)) for entry in found.tensors] if one_by_one else fold(found.tensors)
+    number = {file.name: n for n, file in enumerate(found.files, 1)}
+    with_values = any(entry.values for entry in found.tensors)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("tensor", overflow="fold")
+    for title in ("", "type", "shape", "size", *(("mean", "std", "max |x|", "zero") if with_values else ())):
+        table.add_column(title, justify="right")
+    if len(number) > 1:
+        table.add_column("shard", justify="right")
+    table.add_column("", style="yellow")
+    for group in groups:
+        first = group.entries[0]
+        cells = [
+            f"× {len(group.entries)}" if len(group.entries) > 1 else "",
+            first.dtype,
+            " x ".join(f"{n}" for n in first.shape) or "scalar",
+            size(sum(entry.bytes for entry in group.entries)),
+        ]
+        if with_values:
+            cells += _values(group.entries)
+        if len(number) > 1:
+            cells.append(_shards(sorted({number[entry.file] for entry in group.entries})))
+        table.add_row(Text(group.name), *cells, "" if first.role == "model" else first.role)
+    return table
+
+
+def _values(entries: Iterable[TensorEntry]) -> list[str]:
+    """Mean, spread, largest size and share of zeros over the tensors of a line."""
+    every = [entry.values for entry in entries if entry.values]
+    if not every:
+        return ["", "", "", ""]
+    mean = sum(values.mean for values in every) / len(every)
+    square = sum(values.std**2 + values.mean**2 for values in every) / len(every)
+    zeros = sum(values.zeros for values in every)
+    return [
+        f"{mean:.2g}",
+        f"{max(0.0, square - mean**2) ** 0.5:.3g}",
+        f"{max(values.max_abs for values in every):.3g}",
+        f"{zeros:,}" if zeros else "",
+    ]
+
+
+def _shards(numbers: list[int]) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+
+
+def view_differences(found: Differences) -> RenderableType:
+    """What only one has, how the outputs are tied, and the largest differences."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    from llmcli.mapping import grouped
+
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column(overflow="fold")
+    facts.add_row("a", Text(found.a))
+    facts.add_row("b", Text(found.b))
+    retyped = f" ({found.retyped} of them in another type)" if found.retyped else ""
+    compared = found.equal + len(found.different)
+    facts.add_row("equal", f"{found.equal} of {compared} tensors{retyped}")
+    for label, names in (("only in a", found.only_a), ("only in b", found.only_b)):
+        if names:
+            facts.add_row(label, Text(f"{len(names)}: {', '.join(grouped(names))}"))
+    for other in found.misshapen:
+        a, b = (" x ".join(map(str, shape)) for shape in other.shapes)
+        facts.add_row("shape", Text(f"{other.name}: {a} in a, {b} in b"))
+    for label, tie in zip(("output of a", "output of b"), found.ties, strict=True):
+        facts.add_row(label, Text(tie_line(tie)) if tie else "not known: no config.json that can be read")
+    if not found.different:
+        return facts
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("tensor", overflow="fold")
+    for title in ("type", "max |a-b|", "|a-b| / |a|"):
+        table.add_column(title, justify="right")
+    table.add_column("", style="yellow")
+    for difference in found.different[:MOST]:
+        table.add_row(
+            Text(difference.name),
+            " / ".join(dict.fromkeys(difference.dtypes)),
+            f"{difference.largest:.3g}",
+            f"{difference.relative:.3g}",
+            "transposed" if difference.transposed else "",
+        )
+    more = len(found.different) - MOST
+    return Group(facts, "", table, *([f"and {more} more; --json lists them all"] if more > 0 else []))
