@@ -278,7 +278,7 @@ def _unwrapped(value: Any, path: Path) -> tuple[dict[str, Tensor], list[str]]:
 
 
 def to_hf(config: ModelConfig, weights: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Hugging Face's tensors of a model, by their names: ours renamed, transposed, put together where theirs are fused."""
+    """Hugging Face's tensors of a model by name: ours renamed, transposed, put together where theirs are fused."""
     for name, parts in _fused(config):
         yield name, _put_together(parts, weights)
 
@@ -394,7 +394,7 @@ def _size(parts: list[families.Tensor], itemsize: int) -> int:
 
 def _raw(value: Tensor) -> memoryview:
     """A CPU tensor's bytes, without a copy where it is contiguous."""
-    return memoryview(value.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return value.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _write(file: Any, raw: memoryview) -> None:

@@ -7,7 +7,7 @@ error names them all.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -15,19 +15,35 @@ from llmcli import families, tensors
 from llmcli.config import ModelConfig
 from llmcli.errors import CheckpointError
 from llmcli.hf_config import HfConfig
-from llmcli.tensors import Comparison, TensorInfo
+from llmcli.tensors import ReadRows, TensorInfo
 from llmcli.tying import Evidence, Request, Side, Tie, decide
 
 EMBEDDING, HEAD, HEAD_BIAS = "token_embeddings.weight", "output_projection.weight", "output_projection.bias"
 
-_WRAPPERS = {"_orig_mod", "module"}  # torch.compile's and DataParallel's, anywhere in a name
-_BASES = {"model", "transformer", "language_model"}  # a model inside a model, in front of a name
+# torch.compile's, DataParallel's, FSDP's and activation checkpointing's, anywhere in a name
+_WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+# a model inside a model, in front of a name
+_BASES = {"model", "transformer", "language_model", "base_model"}
 _FLOATS = {"F64", "F32", "F16", "BF16"}
-_NOT_WEIGHTS = {
-    r"\.lora_[AB]\b|\.lora_embedding": "an adapter (LoRA), not a whole model: merge it into its base model first",
-    r"\.(qweight|qzeros|scales|weight_scale|weight_scale_inv|SCB|absmax|weight_packed)$": "quantised weights: get the original checkpoint",
-    r"^tok_embeddings\.weight$|\.attention\.wq\.weight$": "Meta's own layout, with q and k interleaved for RoPE: convert it to Hugging Face's (transformers has convert_llama_weights_to_hf.py)",
-}
+_MOST_PARTS = 300_000  # layers times experts; what says more is no model, and would take minutes to spell out
+# What the names of its tensors give away: what the checkpoint is, and what to do with it.
+_NOT_WEIGHTS = (
+    (
+        re.compile(r"\.lora_[AB]\b|\.lora_embedding"),
+        "an adapter (LoRA), not a whole model",
+        "Merge it into its base model first.",
+    ),
+    (
+        re.compile(r"\.(qweight|qzeros|scales|weight_scale|weight_scale_inv|SCB|absmax|weight_packed)$"),
+        "quantised weights",
+        "Get the original checkpoint.",
+    ),
+    (
+        re.compile(r"^tok_embeddings\.weight$|\.attention\.wq\.weight$"),
+        "Meta's own layout, which interleaves q and k for RoPE",
+        "Convert it to Hugging Face's: transformers has convert_llama_weights_to_hf.py.",
+    ),
+)
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -39,7 +55,7 @@ class Source(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """How a checkpoint fills a model. `config` has the tie as decided; `sources` every tensor of that config, by name."""
+    """How a checkpoint fills a model: `config` with the tie as decided, `sources` for every tensor of it by name."""
 
     config: ModelConfig
     tie: Tie
@@ -80,6 +96,11 @@ def match(infos: Mapping[str, TensorInfo], config: ModelConfig, where: str) -> M
     adapter, quantised weights or another project's layout.
     """
     by_name = _by_canonical_name(infos, where)
+    if config.num_layers * (config.num_experts or 1) > _MOST_PARTS:
+        raise CheckpointError(
+            f"{where}: config.json describes {config.num_layers:,} layers of {config.num_experts:,} experts",
+            f"The file holds {len(infos):,} tensors: config.json belongs to no model.",
+        )
     config = msgspec.structs.replace(config, tie_word_embeddings=False)
     family = families.get(config.family)
     wanted = {tensor.name: tensor for tensor in family.tensors(config)}
@@ -87,9 +108,9 @@ def match(infos: Mapping[str, TensorInfo], config: ModelConfig, where: str) -> M
     for tensor in family.alternative_tensors(config):
         candidates[tensor.name].append(tensor)
     found = {
-        name: (tensor, by_name[canonical(tensor.hf_name)])
+        name: (held, by_name[canonical(held.hf_name)])
         for name, options in candidates.items()
-        if (tensor := next((t for t in options if canonical(t.hf_name) in by_name), None))
+        if (held := next((t for t in options if canonical(t.hf_name) in by_name), None))
     }
 
     linear = _is_linear_layout(found.values())
@@ -120,40 +141,36 @@ def match(infos: Mapping[str, TensorInfo], config: ModelConfig, where: str) -> M
 
 
 def plan(
-    infos: Mapping[str, TensorInfo],
+    checkpoint: tensors.Checkpoint,
     hf: HfConfig,
     where: str,
     *,
     request: Request = "auto",
     keep: Side | None = None,
-    compare: Callable[[TensorInfo, TensorInfo], Comparison] = tensors.compare,
+    read: ReadRows | None = tensors.read_rows,
 ) -> Plan:
-    """Match a file's tensors to the table of its config and decide the tie. Raises CheckpointError beginning with `where`.
+    """Match a file's tensors to the table of its config and decide the tie.
 
-    `compare` is called only when the file holds both an embedding and an output matrix of one shape.
+    `read` is called only to compare an embedding and an output matrix; None says that values are out of reach.
+    Raises CheckpointError, beginning with `where`, for a file that does not hold what its config describes.
     """
     family = families.get(hf.config.family)
-    matched = match(infos, hf.config, where)
-    found, sources = matched.found, matched.sources
-    _refuse(where, hf.config, matched)
-
-    both = EMBEDDING in sources and HEAD in sources
-    comparison = compare(sources[EMBEDDING].info, sources[HEAD].info) if both else None
+    matched = match(checkpoint.infos, hf.config, where)
+    sources = matched.sources
+    problems = _problems(matched)
     try:
-        tie = decide(
-            Evidence(
-                embedding=found[EMBEDDING][1].shape if EMBEDDING in found else None,
-                head=found[HEAD][1].shape if HEAD in found else None,
-                equal=comparison.equal if comparison else None,
-                max_difference=comparison.max_difference if comparison else None,
-                flag=hf.tie_flag,
-                tied_in_family=family.tied_in_hf,
-            ),
-            request,
-            keep,
-        )
+        if not (problems and EMBEDDING in matched.found and HEAD in matched.found):
+            tie = decide(_evidence(matched, hf, family.tied_in_hf, request, keep, read), request, keep)
     except CheckpointError as error:
-        raise CheckpointError(f"{where}: {error.message}", error.hint) from None
+        if not problems:
+            raise CheckpointError(f"{where}: {error.message}", error.hint) from None
+        problems.append(error.message)
+    if problems:
+        raise CheckpointError(
+            f"{where}: the file does not hold what its config describes ({hf.config.family}, "
+            f"{hf.config.num_layers} layers, embed_dim {hf.config.embed_dim})\n  " + "\n  ".join(problems),
+            "Either files are missing or damaged, or config.json belongs to another model. No weights were read.",
+        )
 
     warnings = [tie.warning] if tie.warning else []
     sides = {"input": EMBEDDING, "output": HEAD}
@@ -177,19 +194,16 @@ def plan(
         sources={name: filled[name] for name in order},
         ignored=matched.ignored,
         warnings=tuple(warnings),
-        notes=hf.notes,
+        notes=(*checkpoint.notes, *hf.notes),
     )
 
 
 def _by_canonical_name(infos: Mapping[str, TensorInfo], where: str) -> dict[str, TensorInfo]:
     by_name: dict[str, TensorInfo] = {}
     for name, info in infos.items():
-        for pattern, meaning in _NOT_WEIGHTS.items():
-            if re.search(pattern, name):
-                raise CheckpointError(
-                    f"{where}: tensor '{name}' belongs to {meaning.partition(':')[0]}",
-                    f"What to do:{meaning.partition(':')[2]}.",
-                )
+        for pattern, what, hint in _NOT_WEIGHTS:
+            if pattern.search(name):
+                raise CheckpointError(f"{where}: tensor '{name}' belongs to {what}", hint)
         key = canonical(name)
         if key in by_name:
             raise CheckpointError(
@@ -212,32 +226,60 @@ def _patterns(names: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(re.escape(canonical(name)).replace(r"\{i\}", r"\d+") for name in names) or r"(?!)")
 
 
-def _refuse(where: str, config: ModelConfig, matched: Match) -> None:
+def _evidence(
+    matched: Match, hf: HfConfig, tied_in_family: bool, request: Request, keep: Side | None, read: ReadRows | None
+) -> Evidence:
+    """What the tie table asks. Values are compared only as far as its answer depends on them."""
+    found, sources = matched.found, matched.sources
+    equal = largest = None
+    if EMBEDDING in sources and HEAD in sources and read:
+        pair = (sources[EMBEDDING].info, sources[HEAD].info, read)
+        equal = tensors.equal(*pair)
+        if not equal and ((request == "tie" and keep is None) or (request == "auto" and hf.tie_flag)):
+            largest = tensors.max_difference(*pair)
+    return Evidence(
+        embedding=found[EMBEDDING][1].shape if EMBEDDING in found else None,
+        head=found[HEAD][1].shape if HEAD in found else None,
+        equal=equal,
+        max_difference=largest,
+        flag=hf.tie_flag,
+        tied_in_family=tied_in_family,
+    )
+
+
+def _problems(matched: Match) -> list[str]:
     problems = []
     if missing := matched.missing:
-        problems.append(f"missing ({len(missing)}): {', '.join(grouped(missing))}")
+        problems.append(f"missing ({len(missing)}): {tensors.listing(grouped(missing))}")
     if left_over := matched.left_over:
-        problems.append(f"left over ({len(left_over)}): {', '.join(grouped(left_over))}")
+        problems.append(f"left over ({len(left_over)}): {tensors.listing(grouped(left_over))}")
     if misshapen := matched.misshapen:
-        problems.append(f"misshapen ({len(misshapen)}): {'; '.join(misshapen)}")
+        problems.append(f"misshapen ({len(misshapen)}): {'; '.join(grouped(misshapen)[:50])}")
     if not_floats := matched.not_floats:
-        problems.append(f"not of a floating-point type ({len(not_floats)}): {', '.join(grouped(not_floats))}")
-    if problems:
-        raise CheckpointError(
-            f"{where}: the file does not hold what its config describes ({config.family}, {config.num_layers} layers, "
-            f"embed_dim {config.embed_dim})\n  " + "\n  ".join(problems),
-            "Either files are missing or damaged, or config.json belongs to another model. No weights were read.",
+        problems.append(
+            f"not of a floating-point type, so perhaps quantised ({len(not_floats)}): "
+            f"{tensors.listing(grouped(not_floats))}"
         )
+    return problems
 
 
 def grouped(names: Iterable[str]) -> list[str]:
-    """Names that differ only in their first number, as one: `h.{0-11}.ln_1.weight`."""
-    groups: dict[str, list[int]] = {}
-    for name in dict.fromkeys(names):
-        number = re.search(r"\d+", name)
-        pattern = f"{name[: number.start()]}\0{name[number.end() :]}" if number else name
-        groups.setdefault(pattern, []).extend([int(number[0])] if number else [])
-    return [pattern.replace("\0", _ranges(numbers)) for pattern, numbers in groups.items()]
+    """Names that differ only in their numbers, as one: `h.{0-11}.ln_1.weight`, `layers.{0-3}.experts.{0-7}.w1`."""
+    # Each name is its text with the numbers out, and the numbers; they are put together from the last to the first.
+    keys = [(tuple(re.split(r"\d+", name)), tuple(re.findall(r"\d+", name))) for name in dict.fromkeys(names)]
+    for axis in range(max((len(numbers) for _, numbers in keys), default=0) - 1, -1, -1):
+        merged: dict[tuple[tuple[str, ...], tuple[str, ...]], list[int]] = {}
+        whole: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
+        for text, numbers in keys:
+            if axis >= len(numbers):
+                whole.append((text, numbers))
+            else:
+                rest = (*numbers[:axis], "", *numbers[axis + 1 :])
+                merged.setdefault((text, rest), []).append(int(numbers[axis]))
+        keys = whole + [
+            (text, (*rest[:axis], _ranges(numbers), *rest[axis + 1 :])) for (text, rest), numbers in merged.items()
+        ]
+    return ["".join(a + b for a, b in zip(text, (*numbers, ""), strict=True)) for text, numbers in keys]
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -16,7 +16,8 @@ Side = Literal["input", "output"]
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of the two matrices: what the file holds, what the config says, what the family means by silence.
 
-    `equal` and `max_difference` compare the two where both exist (None otherwise).
+    `equal` compares the two where both exist; None there means that their values are out of reach (still on the Hub).
+    `max_difference` is needed only where two different ones are meant to be tied.
     """
 
     embedding: tuple[int, ...] | None
@@ -48,6 +49,10 @@ def decide(evidence: Evidence, request: Request = "auto", keep: Side | None = No
     `--tie tie` would have to drop one of two different matrices and `keep` does not say which one stays.
     """
     e = evidence
+    if request not in get_args(Request) or keep not in (None, *get_args(Side)):
+        raise UsageError(f"tie = {request!r}, keep = {keep!r}", "Tie: auto, tie or untie. Keep: input or output.")
+    if keep and request != "tie":
+        raise UsageError(f"--keep {keep} without --tie tie: no matrix would be dropped", f"Leave out --keep {keep}.")
     said = {True: "config says tied", False: "config says untied", None: "config does not say"}[e.flag]
     means = e.flag if e.flag is not None else e.tied_in_family
     if e.flag is None:
@@ -80,6 +85,13 @@ def decide(evidence: Evidence, request: Request = "auto", keep: Side | None = No
             f"no embedding matrix in the file, and {said}",
             "Either the model is tied: load with --tie tie. Or the file lost its embedding: get a complete one.",
         )
+    if e.equal is None:
+        if means:
+            raise CheckpointError(
+                f"{said}, and the file holds two matrices, whose values are out of reach here",
+                "Whether they are equal decides: get the whole checkpoint.",
+            )
+        return _tie("two matrices in the file, not compared", said, tied=False)
     if e.equal:
         if means:
             return _tie("embedding and output matrix are equal in the file", said, tied=True)
@@ -87,7 +99,7 @@ def decide(evidence: Evidence, request: Request = "auto", keep: Side | None = No
         return _tie(f"embedding and output matrix are equal in the file{hint}", said, tied=False)
     if e.flag:
         warning = (
-            f"config says tied, but the file holds two different matrices (max difference {e.max_difference:.3g}): "
+            f"config says tied, but the file holds two different matrices ({_difference(e)}): "
             "both are kept and the model is untied"
         )
         return _tie("two different matrices in the file", said, tied=False, warning=warning)
@@ -103,7 +115,7 @@ def _tied(e: Evidence, said: str, keep: Side | None) -> Tie:
         return _tie("asked for with --tie tie", said, tied=True, source=source)
     if not e.equal and keep is None:
         raise UsageError(
-            f"--tie tie: embedding and output matrix differ (max difference {e.max_difference:.3g}), one would be lost",
+            f"--tie tie: embedding and output matrix differ ({_difference(e)}), one would be lost",
             "Say which one stays: --keep input or --keep output.",
         )
     return _tie("asked for with --tie tie", said, tied=True, source=keep or "input")
@@ -127,6 +139,10 @@ def _tie(reason: str, said: str, *, tied: bool, source: Side = "input", warning:
         head_from=None if tied else "output",
         warning=warning,
     )
+
+
+def _difference(e: Evidence) -> str:
+    return "not compared" if e.max_difference is None else f"max difference {e.max_difference:.3g}"
 
 
 def _shape(shape: tuple[int, ...]) -> str:
