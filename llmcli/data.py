@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Generator, Iterator
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -325,19 +326,25 @@ def sequences(tokens: Tokens, context: int, begin: Ids) -> Ids:
 
 
 def held_out(tokens: Tokens, context: int, batch: int, limit: int) -> Iterator[Ids]:
-    """Batches (batch, context + 1) that predict each token of a text once, or `limit` batches spread over it evenly.
+    """Batches (batch, context + 1) that predict each token of a text once, or `limit` windows spread over it evenly.
 
     What a window or a batch lacks is filled with -100, which as a target does not count; every batch has one shape.
     """
     begin = np.arange(0, len(tokens) - 1, context)
-    if limit and len(begin) > limit * batch:
-        begin = begin[np.linspace(0, len(begin) - 1, limit * batch).round().astype(np.int64)]
+    if limit and len(begin) > limit:
+        begin = begin[np.linspace(0, len(begin) - 1, limit).round().astype(np.int64)]
     for first in range(0, len(begin), batch):
         filled = np.full((batch, context + 1), -100, dtype=np.int64)
         for row, start in zip(filled, begin[first : first + batch], strict=False):
             window = tokens[start : start + context + 1]
             row[: len(window)] = window
         yield filled
+
+
+def shared(batches: Iterator[Ids], rank: int, count: int) -> Iterator[Ids]:
+    """Every count-th batch; where the last round does not reach this process, one in which nothing counts."""
+    while round := list(islice(batches, count)):
+        yield round[rank] if rank < len(round) else np.full_like(round[0], -100)
 
 
 def mixed(*numbers: int) -> int:

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,10 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmcli import checkpoint, costs, data, families, loss, params
+from llmcli import checkpoint, costs, data, distributed, families, loss, params
 from llmcli import model as models
 from llmcli.config import Recipe, TrainConfig
 from llmcli.data import Data, Progress
+from llmcli.distributed import Processes, joined
 from llmcli.errors import CheckpointError, ConfigError, LlmcliError, TrainingError, UsageError
 from llmcli.model import Decoder
 from llmcli.tokenizer import Tokenizer
@@ -33,6 +34,9 @@ STATE, MOMENTS = "training.json", "training.safetensors"
 """What makes a checkpoint one that training goes on from: the run's state, and AdamW's moments by our tensor names."""
 
 METRICS = "metrics.jsonl"
+
+REASONS = ("no improvement", "time limit", "finished", "SIGINT", "SIGTERM")
+"""Why a run ends; where processes disagree, what stands later holds."""
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -150,14 +154,15 @@ def train(
     step: a reason ends the run, saved. Raises a subclass of LlmcliError for everything that cannot be.
     """
     config = recipe.train
-    with claimed(out, resume):
-        text = yield from data.prepare(recipe.data, recipe.model.vocab_size, out / "cache")
-        run = Run(recipe, out, text, resume, init_from)
+    with joined(config.device) as processes, claimed(out, resume, processes):
+        with processes.in_turn(processes.local == 0):  # the first process of a machine tokenises, the others find it
+            text = yield from data.prepare(recipe.data, recipe.model.vocab_size, out / "cache")
+        run = Run(recipe, out, text, processes, resume, init_from)
         state, told = run.state, run.told
         yield told(run.start())
         first = state.step
         while True:
-            step, reason = state.step, stop() or run.over(state)
+            step, reason = state.step, processes.agree(stop() or run.over(state), REASONS)
             if step > first or config.max_steps == 0:  # what a resumed run starts with has been judged and saved
                 if step % config.eval_every == 0 or reason == "finished":
                     value = run.evaluate(step)
@@ -239,15 +244,18 @@ def prepare(objective: nn.Module, config: TrainConfig, device: torch.device) -> 
 class Run:
     """All that a step needs: model, optimiser and data, at the place where the run stands."""
 
-    def __init__(self, recipe: Recipe, out: Path, text: Data, resume: bool, init_from: Path | None) -> None:
+    def __init__(
+        self, recipe: Recipe, out: Path, text: Data, processes: Processes, resume: bool, init_from: Path | None
+    ) -> None:
         self.began = time.monotonic()
+        self.processes, self.device = processes, processes.device
+        processes.require_equal("text or tokenizer", text.fingerprint)
         self.notes: list[str] = []
         self.recipe = recipe = fitted(recipe, text.tokenizer, self.notes)
         self.config, self.context = recipe.train, cast(int, recipe.train.context)
         data.check_length(text, self.context)
         self.out, self.text = out, text
-        self.device = find_device(self.config.device)
-        self.sequences = self.config.batch_size * self.config.accumulation
+        self.sequences = self.config.batch_size * self.config.accumulation * processes.count
         self.step_tokens = self.sequences * self.context
         self.state = State(
             sequences=self.sequences, data=text.fingerprint, tokenizer=text.tokenizer.fingerprint, recipe=recipe
@@ -259,15 +267,18 @@ class Run:
         if source or init_from:
             fill(self.model, cast(Path, source or init_from))
         self.model.to(self.device).train()
+        self.objective = distributed.spread(
+            Objective(self.model), self.model.blocks, self.config.strategy, processes, bool(recipe.model.num_experts)
+        )
         self.optimizer, self.groups = make_optimizer(self.model, self.config)
         if source:
             read_moments(source / MOMENTS, self.model, self.optimizer)
-        self.objective = Objective(self.model)
         self.prepared = prepare(self.objective, self.config, self.device)
         self.flops = costs.flops(recipe.model, context=self.context).training
         self.peak = matmul_peak(self.device, self.prepared.precision)
         self.spent, self.since = 0.0, 0  # seconds and tokens of training since the last report
-        clean_metrics(out / METRICS, self.state.step)
+        if processes.first:
+            clean_metrics(out / METRICS, self.state.step)
 
     def update(self, step: int) -> tuple[float, float, float]:
         """One step: the mean loss, the gradient's norm before clipping, the learning rate.
@@ -277,15 +288,16 @@ class Run:
         began, rate = time.perf_counter(), learning_rate(self.config, step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        torch.manual_seed(seed_of(self.config.seed, step))
+        torch.manual_seed(seed_of(self.config.seed, step, self.processes.rank))
         total = torch.zeros((), device=self.device)
         for micro in range(self.config.accumulation):
-            value = self.prepared.loss_of(*self.batch(step, micro))
-            (value / self.step_tokens).backward()
+            with distributed.exchanging(self.objective, last=micro + 1 == self.config.accumulation):
+                value = self.prepared.loss_of(*self.batch(step, micro))
+                (value * (self.processes.count / self.step_tokens)).backward()  # gradients are averaged over processes
             total += value.detach()
         weights = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        norm = nn.utils.get_total_norm([cast(Tensor, parameter.grad) for parameter in weights])
-        mean, size = torch.stack((total / self.step_tokens, norm)).tolist()
+        norm = distributed.scalar(nn.utils.get_total_norm([cast(Tensor, weight.grad) for weight in weights]))
+        mean, size = torch.stack((self.processes.total(total) / self.step_tokens, norm)).tolist()
         if not (math.isfinite(mean) and math.isfinite(size)):
             what = f"loss is {mean}" if not math.isfinite(mean) else f"gradient's norm is {size}"
             raise TrainingError(f"step {step + 1}: the {what}", self.advice())
@@ -300,7 +312,7 @@ class Run:
     def batch(self, step: int, micro: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of one micro-batch, (B, T) each."""
         size, tokens = self.config.batch_size, self.text.train
-        first = step * self.sequences + micro * size
+        first = step * self.sequences + (micro * self.processes.count + self.processes.rank) * size
         begin = data.starts(len(tokens), self.context, first, size, self.config.seed, self.recipe.data.shuffle)
         both = torch.from_numpy(data.sequences(tokens, self.context, begin))
         return both[:, :-1].to(self.device), both[:, 1:].to(self.device)
@@ -309,15 +321,16 @@ class Run:
     def evaluate(self, step: int) -> Eval:
         """The loss on the validation text: on all of it, or always on the same windows of it."""
         self.model.eval()
-        total = torch.zeros((), dtype=torch.float64)
-        count = 0
-        for both in data.held_out(self.text.validation, self.context, self.config.batch_size, self.config.eval_batches):
-            targets = torch.from_numpy(both[:, 1:]).to(self.device)
-            inputs = torch.from_numpy(both[:, :-1]).clamp(min=0).to(self.device)
-            total += self.prepared.loss_of(inputs, targets).double().cpu()
-            count += int((both[:, 1:] >= 0).sum())
+        sums = torch.zeros(2, dtype=torch.float64)  # loss and tokens
+        size, count = self.config.batch_size, self.processes.count
+        batches = data.held_out(self.text.validation, self.context, size, self.config.eval_batches * size * count)
+        for both in data.shared(batches, self.processes.rank, count):
+            inputs, targets = torch.from_numpy(both[:, :-1]).clamp(min=0), torch.from_numpy(both[:, 1:])
+            sums[0] += self.prepared.loss_of(inputs.to(self.device), targets.to(self.device)).double().cpu()
+            sums[1] += (targets >= 0).sum()
         self.model.train()
-        mean = float(total) / count
+        total, tokens = self.processes.total(sums.to(self.device) if count > 1 else sums).tolist()
+        mean = total / tokens
         if not math.isfinite(mean):
             raise TrainingError(f"step {step}: the validation loss is {mean}", self.advice())
         perplexity = math.exp(mean) if mean < 700 else math.inf
@@ -326,19 +339,31 @@ class Run:
 
     def save(self, state: State, name: str) -> Saved:
         """Write `out/name`, whole or not at all; `last` with all that a run needs to go on from it."""
-        for parameter in self.model.parameters():
-            if not torch.isfinite(parameter).all():
-                raise TrainingError(f"step {state.step}: a weight is not finite", self.advice())
+        norm = distributed.scalar(nn.utils.get_total_norm(list(self.model.parameters())))
+        if not math.isfinite(float(norm)):
+            raise TrainingError(f"step {state.step}: a weight is not finite", self.advice())
+        moments = moments_of(self.model, self.optimizer) if name != "best" else {}
         ids = {"bos_token_id": self.text.tokenizer.bos_id, "eos_token_id": self.text.tokenizer.eos_id}
+        weights = self.model.state_dict()
+        ordered = [(key, weights[key]) for key in checkpoint.order(self.model.config)]
+        gather = distributed.Gathering([*ordered, *moments.items()])
 
         def extra(folder: Path) -> None:
             self.text.tokenizer.save(folder)
             (folder / "generation_config.json").write_bytes(msgspec.json.format(msgspec.json.encode(ids)) + b"\n")
-            if name != "best":
+            if moments:
                 (folder / STATE).write_bytes(msgspec.json.format(msgspec.json.encode(state)) + b"\n")
-                write_moments(folder / MOMENTS, self.model, self.optimizer)
+                infos = [(key, value.dtype, tuple(value.shape)) for key, value in moments.items()]
+                checkpoint.write_tensors(folder / MOMENTS, infos, gather)
 
-        checkpoint.save(self.model, self.out / name, extra_config=ids, extra_files=extra)
+        failure: LlmcliError | None = None
+        if self.processes.first:
+            try:
+                checkpoint.save(self.model, self.out / name, extra_config=ids, extra_files=extra, weights=gather)
+            except LlmcliError as error:
+                failure = error
+        gather.finish()
+        self.processes.outcome(failure)
         return Saved(step=state.step, path=str(self.out / name), best=name == "best")
 
     def sample(self, step: int) -> Sample:
@@ -372,7 +397,7 @@ class Run:
             device=str(self.device),
             precision=self.prepared.precision,
             compiled=self.prepared.compiled,
-            processes=1,
+            processes=self.processes.count,
             groups=self.groups,
             notes=tuple(self.notes),
         )
@@ -416,6 +441,8 @@ class Run:
 
     def told(self, event: Event) -> Event:
         """The event, written to metrics.jsonl as well."""
+        if not self.processes.first:
+            return event
         try:
             with (self.out / METRICS).open("ab") as file:
                 file.write(msgspec.json.encode(event) + b"\n")
@@ -462,20 +489,6 @@ def fitted(recipe: Recipe, by: Tokenizer, notes: list[str]) -> Recipe:
         )
     changed = msgspec.structs.replace(recipe.train, context=context)
     return msgspec.structs.replace(recipe, model=config, train=changed)
-
-
-def find_device(name: str) -> torch.device:
-    """The device of that name; `auto` is the first GPU, else the CPU. Raises UsageError for one that is not there."""
-    if name == "auto":
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return found or torch.device("cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        first = str(error).splitlines()[0]
-        raise UsageError(f"train.device = '{name}': {first}", "Use auto, cpu, cuda or mps.") from None
-    return device
 
 
 def make_optimizer(model: Decoder, config: TrainConfig) -> tuple[torch.optim.AdamW, tuple[Group, ...]]:
@@ -608,16 +621,14 @@ def resumable(old: State, new: State, out: Path, notes: list[str]) -> State:
     return msgspec.structs.replace(old, recipe=new.recipe)
 
 
-def write_moments(path: Path, model: Decoder, optimizer: torch.optim.Optimizer) -> None:
-    """AdamW's state, a tensor each under `<what>.<our name>`."""
-    from safetensors.torch import save_file
-
+def moments_of(model: Decoder, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """AdamW's state, a tensor each under `<what>.<our name>`; with no step made yet there is only a mark."""
     values = {
-        f"{key}.{name}": value.detach().cpu()
+        f"{key}.{name}": value
         for name, parameter in model.named_parameters()
         for key, value in optimizer.state.get(parameter, {}).items()
     }
-    save_file(values, path, metadata={"format": "pt"})
+    return values or {"steps": torch.zeros(1)}
 
 
 def read_moments(path: Path, model: Decoder, optimizer: torch.optim.Optimizer) -> None:
@@ -626,18 +637,28 @@ def read_moments(path: Path, model: Decoder, optimizer: torch.optim.Optimizer) -
 
     values = load_file(path)
     for name, parameter in model.named_parameters():
-        found = {key: values[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in values}
-        if found:
-            optimizer.state[parameter] = {
-                # AdamW counts steps on the parameter's device when it is fused, the moments lie beside the parameter
-                key: value.clone().to(parameter.device)
-                for key, value in found.items()
-            }
+        keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in values]
+        if keys:
+            optimizer.state[parameter] = {key: distributed.like(values[f"{key}.{name}"], parameter) for key in keys}
 
 
 @contextmanager
-def claimed(out: Path, resume: bool) -> Iterator[None]:
+def claimed(out: Path, resume: bool, processes: Processes) -> Iterator[None]:
     """Hold the folder of a run, so that no second one writes there. Raises TrainingError, UsageError."""
+    with ExitStack() as held:
+        failure: LlmcliError | None = None
+        if processes.first:
+            try:
+                held.enter_context(locked(out, resume))
+            except LlmcliError as error:
+                failure = error
+        processes.outcome(failure)
+        yield
+
+
+@contextmanager
+def locked(out: Path, resume: bool) -> Iterator[None]:
+    """The lock of a run's folder; it falls with the process that holds it."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         file = (out / ".lock").open("a+")
