@@ -1,0 +1,100 @@
+"""llmcli curves: what training runs reached, side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from llmcli.commands import AsJson
+from llmcli.output import emit, quantity, sparkline
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from llmcli.curves import Curve
+
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of training runs, or their metrics.jsonl.")]
+Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw all of them: .svg, .png or .pdf.")]
+Csv = Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write the one run's numbers as CSV.")]
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one run stands, and the best it reached; None where nothing was evaluated."""
+
+    run: str
+    steps: int
+    tokens: int
+    loss: float | None
+    best_loss: float | None
+    best_step: int | None
+    bits_per_byte: float | None
+    tokens_per_second: float | None
+
+
+def run(runs: Runs, plot: Plot = None, csv: Csv = None, as_json: AsJson = False) -> None:
+    """Compare training runs by their losses, and draw their curves.
+
+    Example: llmcli curves runs/tied runs/untied --plot curves.svg
+    """
+    from llmcli import curves
+    from llmcli.errors import UsageError
+    from llmcli.plot import check
+
+    if plot:
+        check(plot)
+    if csv and len(runs) > 1:
+        raise UsageError("--csv with several runs", "Give one run.")
+    read = [curves.read(run) for run in runs]
+    if plot:
+        curves.draw(read, plot)
+    if csv:
+        csv.write_text(curves.as_csv(read[0]), encoding="utf-8")
+    if as_json:
+        found = [summary(curve) for curve in read]
+        emit(found[0] if len(found) == 1 else found, lambda _: "", as_json)
+    else:
+        emit(read, view, as_json)
+
+
+def summary(curve: Curve) -> Summary:
+    """A curve in a line."""
+    last, best = curve.steps[-1] if curve.steps else {}, curve.best or {}
+    speeds = sorted(row["tokens_per_second"] for row in curve.steps)
+    return Summary(
+        run=curve.name,
+        steps=last.get("step", 0),
+        tokens=last.get("tokens", 0),
+        loss=last.get("loss"),
+        best_loss=best.get("val_loss"),
+        best_step=best.get("step"),
+        bits_per_byte=best.get("bits_per_byte"),
+        tokens_per_second=speeds[len(speeds) // 2] if speeds else None,
+    )
+
+
+def view(curves: list[Curve]) -> Table:
+    """One row a run."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("run")
+    for name in ("steps", "tokens", "loss", "best val loss", "at step", "bits/byte", "tokens/s"):
+        table.add_column(name, justify="right")
+    table.add_column("loss by step")
+    for curve in curves:
+        row = summary(curve)
+        table.add_row(
+            row.run,
+            f"{row.steps:,}",
+            quantity(row.tokens),
+            "–" if row.loss is None else f"{row.loss:.4f}",
+            "–" if row.best_loss is None else f"{row.best_loss:.4f}",
+            "–" if row.best_step is None else f"{row.best_step:,}",
+            "–" if row.bits_per_byte is None else f"{row.bits_per_byte:.4f}",
+            "–" if row.tokens_per_second is None else quantity(round(row.tokens_per_second)),
+            sparkline([step["loss"] for step in curve.steps], 24),
+        )
+    return table

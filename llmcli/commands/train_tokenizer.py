@@ -1,0 +1,99 @@
+"""llmcli train-tokenizer: a tokenizer from text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
+import typer
+
+from llmcli.commands import AsJson
+from llmcli.output import emit, progress
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Files = Annotated[
+    list[str], typer.Argument(metavar="FILES...", help="Text: files, folders or patterns; JSON lines and parquet too.")
+]
+Size = Annotated[int, typer.Option("--vocab-size", min=1, help="How many tokens a BPE shall have.")]
+Kind = Annotated[Literal["bpe", "char", "byte"], typer.Option("--kind", help="What a token is made of.")]
+Out = Annotated[Path, typer.Option("--out", help="The folder for tokenizer.json.")]
+Field = Annotated[str, typer.Option("--field", help="The key of the text in JSON lines and parquet.")]
+Encoding = Annotated[str, typer.Option("--encoding", help="The encoding of text that is not UTF-8.")]
+
+
+class Trained(msgspec.Struct, frozen=True, kw_only=True):
+    """A tokenizer and the text it was made from. `bytes_per_token` is measured on the beginning of that text."""
+
+    kind: str
+    vocab_size: int
+    documents: int
+    characters: int
+    bytes_per_token: float
+    fingerprint: str
+    out: str
+
+
+def run(
+    files: Files,
+    vocab_size: Size = 8192,
+    kind: Kind = "bpe",
+    out: Out = Path("tokenizer"),
+    field: Field = "text",
+    encoding: Encoding = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Learn a tokenizer from text: the same text gives the same file.
+
+    Example: llmcli train-tokenizer books/ --vocab-size 8192 --out books-tokenizer
+    """
+    from llmcli import corpus, tokenizer
+    from llmcli.errors import TokenizerError
+
+    source = corpus.find(files, field, encoding)
+    seen = corpus.survey(source)
+    with progress("learning the tokenizer", seen.characters, "characters") as advance:
+
+        def texts() -> object:
+            for text, ends in source.pieces():
+                advance(len(text))
+                yield text
+                if ends and seen.documents > 1:
+                    yield "\n"
+
+        if kind == "bpe":
+            made = tokenizer.train_bpe(texts(), vocab_size)
+        else:
+            made = tokenizer.characters(texts()) if kind == "char" else tokenizer.bytes_tokenizer()
+    try:
+        made.save(out)
+    except OSError as error:
+        raise TokenizerError(f"{out}: cannot be written ({error.strerror})", "Choose another folder.") from None
+    sample = next(source.pieces()).text
+    emit(
+        Trained(
+            kind=kind,
+            vocab_size=made.size,
+            documents=seen.documents,
+            characters=seen.characters,
+            bytes_per_token=len(sample.encode()) / len(made.encode(sample, special=False)),
+            fingerprint=made.fingerprint,
+            out=str(out),
+        ),
+        view,
+        as_json,
+    )
+
+
+def view(trained: Trained) -> Table:
+    """What was learned, a line each."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_row("tokens", f"{trained.vocab_size:,} ({trained.kind})")
+    table.add_row("from", f"{trained.characters:,} characters in {trained.documents:,} documents")
+    table.add_row("bytes per token", f"{trained.bytes_per_token:.3f}")
+    table.add_row("written to", trained.out)
+    return table

@@ -1,0 +1,95 @@
+"""Training curves from `metrics.jsonl`: read, compared, drawn, written as CSV. Without torch."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from llmcli.errors import UsageError
+from llmcli.plot import PALETTE, drawing, readable
+
+METRICS = "metrics.jsonl"
+COLUMNS = (
+    *("step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu", "memory"),
+    *("val_loss", "perplexity", "bits_per_byte"),
+)
+
+
+class Curve(msgspec.Struct, frozen=True, kw_only=True):
+    """One run's steps and evaluations, as they stand in its metrics: a table of numbers for each logged step."""
+
+    name: str
+    steps: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The evaluation of the lowest loss."""
+        return min(self.evaluations, key=lambda row: row["val_loss"], default=None)
+
+
+def read(run: Path) -> Curve:
+    """The curve of a run's folder, or of a metrics.jsonl itself. Raises UsageError where there is none.
+
+    A last line that is not whole (the run is being written, or was killed) is left out.
+    """
+    path = run / METRICS if run.is_dir() else run
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror})", "Give the folder of a training run.") from None
+    steps, evaluations = [], []
+    for line in lines:
+        try:
+            event = msgspec.json.decode(line)
+        except msgspec.DecodeError:
+            continue
+        kind = event.get("event") if isinstance(event, dict) else None
+        if kind == "step":
+            steps.append(event)
+        elif kind == "eval":
+            evaluations.append(event)
+    if not steps and not evaluations:
+        raise UsageError(f"{path}: no steps in it", "Give the folder of a training run.")
+    return Curve(name=run.name if run.is_dir() else run.parent.name, steps=steps, evaluations=evaluations)
+
+
+def draw(curves: list[Curve], path: Path) -> None:
+    """Loss by step, and the learning rate below it, of all runs in one picture; validation losses are dots.
+
+    Raises UsageError for a file that is no picture's, LlmcliError without matplotlib.
+    """
+    with drawing(path, 8, 6) as figure:
+        losses, rates = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
+        for number, curve in enumerate(curves):
+            color, name = PALETTE[number % len(PALETTE)], readable(curve.name)
+            x = [row["step"] for row in curve.steps]
+            losses.plot(x, [row["loss"] for row in curve.steps], color=color, alpha=0.45, linewidth=1)
+            held_out = [(row["step"], row["val_loss"]) for row in curve.evaluations]
+            best = f", best {curve.best['val_loss']:.4f}" if curve.best else ""
+            marker = "osD^v<>p"[number % 8]
+            losses.plot(*zip(*held_out, strict=True), color=color, marker=marker, markersize=4, label=f"{name}{best}")
+            rates.plot(x, [row["lr"] for row in curve.steps], color=color, linewidth=1)
+        losses.set_ylabel("loss (nats per token)")
+        losses.set_title("Training loss (line) and validation loss (marks)")
+        losses.grid(True)
+        losses.legend()
+        rates.set_ylabel("learning rate")
+        rates.set_xlabel("step")
+        rates.grid(True)
+
+
+def as_csv(curve: Curve) -> str:
+    """A row for each logged step, with the evaluation of the same step in its last columns."""
+    rows: dict[int, dict[str, Any]] = {}
+    for event in (*curve.steps, *curve.evaluations):
+        rows.setdefault(event["step"], {}).update(event)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(row for _, row in sorted(rows.items()))
+    return text.getvalue()
