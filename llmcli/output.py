@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -97,6 +97,17 @@ def bar(share: float, width: int = 12) -> str:
         return "#" * round(share * width)
     full, rest = divmod(round(share * width * 8), 8)
     return "█" * full + " ▏▎▍▌▋▊▉"[rest].strip()
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Values as a line of at most `width` bars from lowest to highest, each the mean of those it stands for."""
+    bars = "▁▂▃▄▅▆▇█" if (sys.stdout.encoding or "").lower().startswith("utf") else "_.-~=*#@"
+    count = min(width, len(values))
+    parts = [values[i * len(values) // count : (i + 1) * len(values) // count] for i in range(count)]
+    means = [sum(part) / len(part) for part in parts]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    steps = (len(bars) - 1) / (high - low) if high > low else 0.0
+    return "".join(bars[round((mean - low) * steps)] for mean in means)
 
 
 class Fitting:
