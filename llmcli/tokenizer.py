@@ -369,7 +369,9 @@ def load(path: str | Path) -> Tokenizer:
     `tokenizer.json` comes first, then `vocab.json` with `merges.txt` (GPT-2's byte-level BPE, or GPT-1's where tokens
     end in `</w>`), then `tokenizer.model` (SentencePiece). BOS and EOS come from `tokenizer_config.json`, and where
     that is silent from `generation_config.json` or `config.json`; further EOS ids in `generation_config.json` count
-    too. Raises TokenizerError naming the file that is missing or damaged.
+    too. The files are taken at their word: transformers 5's LlamaTokenizer puts its own rule for the space before a
+    text in place of Llama 2's, which is SentencePiece's and is kept here (` she` then begins with two spaces).
+    Raises TokenizerError naming the file that is missing or damaged.
     """
     path = Path(path)
     folder = path if path.is_dir() else path.parent
