@@ -113,6 +113,16 @@ def prepare(config: DataConfig, vocab_size: int, fallback: Path) -> Generator[Pr
     return Data(made, _map(folder / "train.bin", kind), _map(folder / "validation.bin", kind), info)
 
 
+def finished(preparing: Generator[Progress, None, Data]) -> Data:
+    """What `prepare` returns, when nobody looks at its progress."""
+    while True:
+        try:
+            next(preparing)
+        except StopIteration as end:
+            result: Data = end.value
+            return result
+
+
 def divide(pieces: Iterator[Piece], seen: Survey, fraction: float | None) -> Iterator[tuple[bool, Piece]]:
     """Each piece with whether it is validation text: the tail that holds `fraction` of all characters.
 
@@ -322,7 +332,8 @@ def starts(tokens: int, context: int, first: int, count: int, seed: int, shuffle
 
 def sequences(tokens: Tokens, context: int, begin: Ids) -> Ids:
     """The sequences that begin there, (B, context + 1): inputs but for the last column, targets but for the first."""
-    return tokens[begin[:, None] + np.arange(context + 1)].astype(np.int64)
+    result: Ids = tokens[begin[:, None] + np.arange(context + 1)].astype(np.int64)
+    return result
 
 
 def held_out(tokens: Tokens, context: int, batch: int, limit: int) -> Iterator[Ids]:

@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -129,15 +130,17 @@ def _is_lost_connection(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in words)
 
 
+def gpu_present() -> bool:
+    """Whether there is any accelerator that PyTorch can use."""
+    return torch.accelerator.is_available()
+
+
 def find_device(name: str, local: int = 0) -> torch.device:
     """The device of that name; `auto` is this process's GPU, else the CPU. Raises UsageError for one not there."""
     if name == "auto":
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        name = found.type if found else "cpu"
+        name = cast(torch.device, torch.accelerator.current_accelerator()).type if gpu_present() else "cpu"
     try:
-        device = torch.device(name)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", local)
+        device = torch.device(name, local) if name == "cuda" else torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UsageError(
@@ -156,7 +159,7 @@ def spread(objective: nn.Module, blocks: nn.ModuleList, strategy: str, processes
         return objective
     if strategy != "fsdp":
         return DistributedDataParallel(objective, find_unused_parameters=sparse)
-    mesh = dist.init_device_mesh(processes.device.type, (processes.count,))
+    mesh = init_device_mesh(processes.device.type, (processes.count,))
     for block in blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(objective, mesh=mesh).set_reduce_scatter_unused_params(sparse)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmcli import checkpoint, costs, data, distributed, families, loss, params
+from llmcli import checkpoint, costs, data, distributed, families, loss, params, tensors
 from llmcli import model as models
 from llmcli.config import Recipe, TrainConfig
 from llmcli.data import Data, Progress
@@ -184,6 +186,50 @@ def train(
         yield told(run.done(state, reason))
 
 
+class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run will take. `memory` is the most that was held in a few steps, `computed_memory` follows from sizes."""
+
+    parameters: int
+    seconds_per_step: float
+    tokens_per_second: float
+    seconds: float
+    epochs: float
+    memory: int
+    computed_memory: int
+    checkpoint_bytes: int
+
+
+def dry_run(recipe: Recipe, *, init_from: Path | None = None, steps: int = 2) -> Estimate:
+    """A run's time and memory, from a few steps and one batch of evaluation; nothing but the cache is written."""
+    with joined(recipe.train.device) as processes, tempfile.TemporaryDirectory() as folder:
+        text = data.finished(data.prepare(recipe.data, recipe.model.vocab_size, Path(folder)))
+        run = Run(recipe, Path(folder), text, processes, False, init_from)
+        config, size = run.config, run.config.batch_size * processes.count
+        for step in range(1 + steps):
+            if step == 1:  # the first step also sets things up
+                run.spent = 0.0
+            run.update(step)
+        each = run.spent / steps
+        began = time.perf_counter()
+        run.evaluate(0, size)
+        windows = -(-(len(text.validation) - 1) // run.context)
+        rounds = -(-min(windows, config.eval_batches * size or windows) // size)
+        evaluations = (time.perf_counter() - began) * rounds * (config.max_steps // config.eval_every + 1)
+        model, batch = run.recipe.model, config.batch_size
+        memory = costs.training_memory(model, dtype="float32", context=run.context, batch=batch)
+        count = params.count(model).total
+        return Estimate(
+            parameters=count,
+            seconds_per_step=each,
+            tokens_per_second=run.step_tokens / each,
+            seconds=each * config.max_steps + evaluations,
+            epochs=config.max_steps * run.sequences / data.windows(len(text.train), run.context),
+            memory=peak_memory(run.device),
+            computed_memory=memory.total_chunked,
+            checkpoint_bytes=3 * 4 * count,  # weights and two moments in float32
+        )
+
+
 def learning_rate(config: TrainConfig, step: int) -> float:
     """The rate of the update that follows `step` others: up to `lr` over the warm-up, then down to `min_lr`."""
     if step < config.warmup_steps:
@@ -293,7 +339,7 @@ class Run:
         for micro in range(self.config.accumulation):
             with distributed.exchanging(self.objective, last=micro + 1 == self.config.accumulation):
                 value = self.prepared.loss_of(*self.batch(step, micro))
-                (value * (self.processes.count / self.step_tokens)).backward()  # gradients are averaged over processes
+                torch.autograd.backward(value * (self.processes.count / self.step_tokens))  # DDP and FSDP take the mean
             total += value.detach()
         weights = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         norm = distributed.scalar(nn.utils.get_total_norm([cast(Tensor, weight.grad) for weight in weights]))
@@ -318,12 +364,13 @@ class Run:
         return both[:, :-1].to(self.device), both[:, 1:].to(self.device)
 
     @torch.no_grad()
-    def evaluate(self, step: int) -> Eval:
+    def evaluate(self, step: int, windows: int | None = None) -> Eval:
         """The loss on the validation text: on all of it, or always on the same windows of it."""
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64)  # loss and tokens
         size, count = self.config.batch_size, self.processes.count
-        batches = data.held_out(self.text.validation, self.context, size, self.config.eval_batches * size * count)
+        limit = self.config.eval_batches * size * count if windows is None else windows
+        batches = data.held_out(self.text.validation, self.context, size, limit)
         for both in data.shared(batches, self.processes.rank, count):
             inputs, targets = torch.from_numpy(both[:, :-1]).clamp(min=0), torch.from_numpy(both[:, 1:])
             sums[0] += self.prepared.loss_of(inputs.to(self.device), targets.to(self.device)).double().cpu()
@@ -362,6 +409,9 @@ class Run:
                 checkpoint.save(self.model, self.out / name, extra_config=ids, extra_files=extra, weights=gather)
             except LlmcliError as error:
                 failure = error
+            else:
+                if name == "last" and self.config.keep:
+                    keep_copy(self.out, state.step, self.config.keep)
         gather.finish()
         self.processes.outcome(failure)
         return Saved(step=state.step, path=str(self.out / name), best=name == "best")
@@ -462,24 +512,30 @@ class Run:
 
 
 def fitted(recipe: Recipe, by: Tokenizer, notes: list[str]) -> Recipe:
-    """The recipe with what depends on the tokenizer and the model filled in: vocab_size and context.
+    """The recipe with all that hangs on tokenizer, model and place filled in: vocab_size, context, whole paths.
 
-    A tokenizer made from the text decides vocab_size; one that exists must fit into it. Raises ConfigError, UsageError.
+    A tokenizer made from the text decides vocab_size; one that exists must fit into it. Raises ConfigError.
     """
-    config = recipe.model
-    if recipe.data.tokenizer in ("bpe", "char", "byte"):
+    config, text = recipe.model, recipe.data
+    if text.tokenizer in ("bpe", "char", "byte"):
         if by.size != config.vocab_size:
             notes.append(
-                f"the tokenizer has {by.size:,} tokens: vocab_size {by.size:,} instead of {config.vocab_size:,}"
+                f"vocab_size is {by.size:,} instead of {config.vocab_size:,}: the text's tokenizer has so many"
             )
             config = msgspec.structs.replace(config, vocab_size=by.size)
-    elif by.size > config.vocab_size:
-        raise ConfigError(
-            f"the tokenizer {recipe.data.tokenizer} has {by.size:,} tokens, the model {config.vocab_size:,} rows",
-            f"Use --set model.vocab_size={by.size}.",
-        )
-    elif by.size < config.vocab_size:
-        notes.append(f"{config.vocab_size - by.size:,} of the model's {config.vocab_size:,} rows have no token")
+    else:
+        text = msgspec.structs.replace(text, tokenizer=os.path.abspath(text.tokenizer))
+        if by.size > config.vocab_size:
+            raise ConfigError(
+                f"the tokenizer {recipe.data.tokenizer} has {by.size:,} tokens, the model {config.vocab_size:,} rows",
+                f"Use --set model.vocab_size={by.size}.",
+            )
+        if by.size < config.vocab_size:
+            notes.append(f"{config.vocab_size - by.size:,} of the model's {config.vocab_size:,} rows have no token")
+    for key in ("path", "validation_path"):
+        if (value := getattr(text, key)) is not None:
+            path = os.path.abspath(value) if isinstance(value, str) else tuple(os.path.abspath(one) for one in value)
+            text = msgspec.structs.replace(text, **{key: path})
     config = families.complete(config)
     context = recipe.train.context or config.max_position_embeddings
     if context > config.max_position_embeddings:
@@ -488,7 +544,7 @@ def fitted(recipe: Recipe, by: Tokenizer, notes: list[str]) -> Recipe:
             f"Use --set train.context={config.max_position_embeddings}, or a model with more positions.",
         )
     changed = msgspec.structs.replace(recipe.train, context=context)
-    return msgspec.structs.replace(recipe, model=config, train=changed)
+    return msgspec.structs.replace(recipe, model=config, data=text, train=changed)
 
 
 def make_optimizer(model: Decoder, config: TrainConfig) -> tuple[torch.optim.AdamW, tuple[Group, ...]]:
@@ -586,7 +642,7 @@ def last_good(out: Path, notes: list[str]) -> Path | None:
         try:
             read_state(folder)
             checkpoint.plan(folder)
-            checkpoint.tensors.read_header(folder / MOMENTS)
+            tensors.read_header(folder / MOMENTS)
         except LlmcliError as error:
             damaged.append(error)
             continue
@@ -640,6 +696,18 @@ def read_moments(path: Path, model: Decoder, optimizer: torch.optim.Optimizer) -
         keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in values]
         if keys:
             optimizer.state[parameter] = {key: distributed.like(values[f"{key}.{name}"], parameter) for key in keys}
+
+
+def keep_copy(out: Path, step: int, count: int) -> None:
+    """Let `last` stand a second time as `step-...`, sharing its files, and leave only the newest `count` of these."""
+    with checkpoint.writing(out / f"step-{step:08d}") as aside:
+        for file in (out / "last").iterdir():
+            try:
+                os.link(file, aside / file.name)
+            except OSError:  # a file system without links
+                shutil.copyfile(file, aside / file.name)
+    for old in sorted(out.glob("step-*"))[:-count]:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 @contextmanager

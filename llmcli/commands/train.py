@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import msgspec
 import typer
 
 from llmcli import output
 from llmcli.commands import AsJson
+from llmcli.config import Recipe as RecipeStruct
+from llmcli.errors import LlmcliError, UsageError
+from llmcli.output import emit, quantity, size, sparkline
 
 if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+
     from llmcli.config import Layered
-    from llmcli.train import Event
+    from llmcli.train import Estimate, Event
 
 Recipe = Annotated[
     str | None, typer.Argument(metavar="[RECIPE]", help="A preset or a recipe file; GlassLM if none is given.")
@@ -31,6 +38,21 @@ Settings = Annotated[
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one value of the recipe; may be repeated."),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")]
+InitFrom = Annotated[
+    str | None, typer.Option(metavar="CHECKPOINT", help="Start from these weights, with their model and tokenizer.")
+]
+Precision = Annotated[Literal["auto", "fp32", "bf16"] | None, typer.Option(help="Sets train.precision.")]
+Compile = Annotated[bool | None, typer.Option("--compile/--no-compile", help="Sets train.compile.")]
+Shuffle = Annotated[Literal["windows", "random"] | None, typer.Option(help="Sets data.shuffle.")]
+KeepLast = Annotated[int | None, typer.Option("--keep", min=0, help="Sets train.keep: so many older checkpoints.")]
+Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="At the end, draw the curves: .svg or .png.")]
+Csv = Annotated[bool, typer.Option("--csv", help="Keep metrics.csv beside metrics.jsonl.")]
+TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard's events into the run's folder.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Make a few steps, estimate time and memory, write nothing.")]
+PrintConfig = Annotated[bool, typer.Option("--print-config", help="Show every value and where it comes from; stop.")]
+
+EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
+NOT_GIVEN = "default"
 
 
 def run(
@@ -39,6 +61,16 @@ def run(
     out: Out = None,
     settings: Settings = None,
     resume: Resume = False,
+    init_from: InitFrom = None,
+    precision: Precision = None,
+    compiled: Compile = None,
+    shuffle: Shuffle = None,
+    keep: KeepLast = None,
+    plot: Plot = None,
+    csv: Csv = False,
+    tensorboard: TensorBoard = False,
+    dry_run: DryRun = False,
+    print_config: PrintConfig = False,
     as_json: AsJson = False,
 ) -> int:
     """Train a model, with checkpoints that transformers opens as they are.
@@ -46,40 +78,61 @@ def run(
     Example: llmcli train glasslm --data book.txt --out runs/book --set train.max_steps=2000
     """
     folder = out or Path("runs") / Path(recipe or "glasslm").stem
-    given = put_together(recipe, folder, data, settings or [], resume)
+    options = {
+        "--data": ("data", "path", data and (data[0] if len(data) == 1 else tuple(data))),
+        "--shuffle": ("data", "shuffle", shuffle),
+        "--precision": ("train", "precision", precision),
+        "--compile": ("train", "compile", None if compiled is None else "on" if compiled else "off"),
+        "--keep": ("train", "keep", keep),
+    }
+    if resume and init_from:
+        raise UsageError("--resume and --init-from together", "Go on with a run, or start a new one from its weights.")
+    made = put_together(recipe, folder, options, settings or [], resume, init_from)
+    if print_config:
+        emit(provenance(made), view_config, as_json)
+        return 0
 
-    from llmcli.train import train
+    from llmcli import train
 
-    with interruptible() as interrupted:
-        show = Lines(as_json)
-        for event in train(given.recipe, folder, resume=resume, stop=interrupted):
+    source = Path(init_from) if init_from else None
+    if dry_run:
+        emit(train.dry_run(made.recipe, init_from=source), view_estimate, as_json)
+        return 0
+    followers = list(followers_of(folder, plot, csv, tensorboard))
+    with interruptible() as interrupted, shown(as_json, interrupted) as show:
+        for event in train.train(made.recipe, folder, resume=resume, init_from=source, stop=interrupted):
             show(event)
-    return {"SIGINT": 130, "SIGTERM": 143}.get(interrupted() or "", 0)
+            for follow in followers:
+                follow(event)
+    return EXIT_CODES.get(interrupted() or "", 0)
 
 
 def put_together(
-    recipe: str | None, folder: Path, data: list[str] | None, settings: list[str], resume: bool
+    recipe: str | None,
+    folder: Path,
+    options: dict[str, tuple[str, str, Any]],
+    settings: list[str],
+    resume: bool = False,
+    init_from: str | None = None,
 ) -> Layered:
-    """The recipe of a run from all that says something about it, later over earlier."""
+    """The recipe of a run from all that says something about it, later over earlier. Raises ConfigError, UsageError."""
     from llmcli import config
 
-    base = config.find_recipe(recipe or "glasslm")
-    if resume and recipe is None:
-        base = stored_recipe(folder) or base
-    options: dict[str, Any] = {}
-    if data:
-        options["path"] = data[0] if len(data) == 1 else tuple(data)
-    return config.layered(
-        base,
-        ("--data", {"data": options} if options else {}),
-        ("--set", config.with_settings({}, settings)),
-    )
+    base = (stored_recipe(folder) if resume and recipe is None else None) or config.find_recipe(recipe or "glasslm")
+    layers = [base]
+    if init_from:
+        from llmcli.targets import find_checkpoint, read_config
+
+        given = msgspec.to_builtins(read_config(find_checkpoint(init_from)))
+        layers.append((f"--init-from {init_from}", {"model": given, "data": {"tokenizer": init_from}}))
+    for name, (section, key, value) in options.items():
+        if value is not None:
+            layers.append((name, {section: {key: value}}))
+    return config.layered(*layers, ("--set", config.with_settings({}, settings)))
 
 
 def stored_recipe(folder: Path) -> tuple[str, dict[str, Any]] | None:
     """The recipe of the run in a folder, None where there is no run to go on with."""
-    import msgspec
-
     from llmcli.train import last_good, read_state
 
     last = last_good(folder, [])
@@ -87,7 +140,7 @@ def stored_recipe(folder: Path) -> tuple[str, dict[str, Any]] | None:
 
 
 @contextmanager
-def interruptible() -> Iterator[Any]:
+def interruptible() -> Iterator[Callable[[], str | None]]:
     """While the block runs, the first SIGINT or SIGTERM only leaves its name for who asks; a second one ends all."""
     names: list[str] = []
 
@@ -97,7 +150,9 @@ def interruptible() -> Iterator[Any]:
             signal.raise_signal(number)
         names.append(signal.Signals(number).name)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    before: dict[int, Any] = {}
+    with suppress(ValueError):  # outside the main thread there are no signals to catch
+        before |= {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield lambda: names[0] if names else None
     finally:
@@ -105,55 +160,263 @@ def interruptible() -> Iterator[Any]:
             signal.signal(number, handler)
 
 
-class Lines:
-    """One plain line an event, or with `as_json` one JSON object."""
+def followers_of(folder: Path, plot: Path | None, csv: bool, tensorboard: bool) -> Iterator[Callable[[Event], None]]:
+    """What else is written of a run, by the first process. Raises LlmcliError for what is not installed."""
+    from llmcli import curves, train
+    from llmcli.distributed import rank
+    from llmcli.plot import check
 
-    def __init__(self, as_json: bool) -> None:
-        self.as_json = as_json
+    if rank() != 0:
+        return
+    if plot:
+        picture = check(plot)
 
-    def __call__(self, event: Event) -> None:
-        """Show one event."""
-        if self.as_json:
-            if type(event).__name__ != "Progress":
-                output.emit_json(event, indent=False)
-            return
-        if line := text_of(event):
-            output.write(line + "\n")
+        def draw(event: Event) -> None:
+            if isinstance(event, train.Done):
+                curves.draw([curves.read(folder)], picture)
+
+        yield draw
+    if csv:
+
+        def write(event: Event) -> None:
+            if isinstance(event, train.Eval | train.Done):
+                (folder / "metrics.csv").write_text(curves.as_csv(curves.read(folder)), encoding="utf-8")
+
+        yield write
+    if tensorboard:
+        yield tensorboard_writer(folder)
 
 
-def text_of(event: Event) -> str:
-    """An event as one line; empty for what a pipe need not see."""
+def tensorboard_writer(folder: Path) -> Callable[[Event], None]:
+    """A function that tells TensorBoard of steps and evaluations. Raises LlmcliError where it is not installed."""
     from llmcli import train
-    from llmcli.output import quantity, size
+
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise LlmcliError("--tensorboard: it is not installed", "pip install 'llmcli[tensorboard]'") from None
+    writers: list[Any] = []
+
+    def write(event: Event) -> None:
+        if isinstance(event, train.Start):  # what a killed run wrote after its last checkpoint will come again
+            writers.append(SummaryWriter(str(folder / "tensorboard"), purge_step=event.step + 1))
+        elif isinstance(event, train.Step | train.Eval):
+            part = "training" if isinstance(event, train.Step) else "validation"
+            for key, value in msgspec.structs.asdict(event).items():
+                if key != "step":
+                    writers[0].add_scalar(f"{part}/{key}", value, event.step)
+        elif isinstance(event, train.Sample):
+            writers[0].add_text("sample", f"{event.prompt}{event.text}", event.step)
+        elif isinstance(event, train.Done):
+            writers[0].close()
+
+    return write
+
+
+@contextmanager
+def shown(as_json: bool, interrupted: Callable[[], str | None]) -> Iterator[Callable[[Event], None]]:
+    """A function that shows events: as JSON, as plain lines in a pipe, live on a terminal. Only one process shows."""
+    import sys
+
+    from llmcli.distributed import rank
+
+    if rank() != 0:
+        yield lambda event: None
+    elif as_json:
+        yield as_json_line
+    elif not sys.stdout.isatty():
+        yield lambda event: output.write("".join(f"{line}\n" for line in lines_of(event)))
+    else:
+        from rich.live import Live
+
+        screen = Screen(interrupted)
+        with Live(screen, console=output.console(), refresh_per_second=4, redirect_stderr=False) as live:
+
+            def show(event: Event) -> None:
+                screen(event)
+                if type(event).__name__ in ("Start", "Done"):
+                    live.console.print("\n".join(lines_of(event)), markup=False)
+
+            yield show
+
+
+def as_json_line(event: Event) -> None:
+    """One event as one line of JSON."""
+    if type(event).__name__ != "Progress":
+        output.emit_json(event, indent=False)
+
+
+def lines_of(event: Event) -> list[str]:
+    """An event as plain lines; none for what a pipe need not see."""
+    from llmcli import train
 
     match event:
         case train.Start():
-            lines = [f"note: {note}" for note in event.notes]
-            lines.append(
-                f"{quantity(event.parameters)} parameters, {'tied' if event.tie_word_embeddings else 'untied'}, "
-                f"vocabulary {event.vocab_size:,}; {event.train_tokens:,} tokens to train on, "
-                f"{event.validation_tokens:,} held out; {event.step_tokens:,} a step; {event.device}, {event.precision}"
-            )
-            lines += [
-                f"  {group.name}: {group.parameters:,} in {group.tensors} tensors, weight decay {group.weight_decay:g}"
-                for group in event.groups
+            tied = "tied" if event.tie_word_embeddings else "untied"
+            how = f"{event.device}, {event.precision}{', compiled' if event.compiled else ''}"
+            many = f", {event.processes} processes" if event.processes > 1 else ""
+            return [
+                *(f"note: {note}" for note in event.notes),
+                f"model: {quantity(event.parameters)} parameters, {tied}, vocabulary {event.vocab_size:,}; {how}{many}",
+                f"text: {event.train_tokens:,} tokens and {event.validation_tokens:,} held out; "
+                f"{event.step_tokens:,} a step",
+                *(
+                    f"  {group.name}: {group.parameters:,} in {group.tensors} tensors, decay {group.weight_decay:g}"
+                    for group in event.groups
+                ),
             ]
-            return "\n".join(lines)
         case train.Step():
-            return (
+            return [
                 f"step {event.step}  loss {event.loss:.4f}  lr {event.lr:.3g}  grad {event.grad_norm:.3g}  "
-                f"{quantity(event.tokens_per_second)} tokens/s  mfu {event.mfu:.0%}  {size(event.memory)}"
-            )
+                f"{quantity(round(event.tokens_per_second))} tokens/s  mfu {event.mfu:.0%}  {size(event.memory)}"
+            ]
         case train.Eval():
-            return (
+            return [
                 f"step {event.step}  val loss {event.val_loss:.4f}  perplexity {event.perplexity:.4g}  "
                 f"{event.bits_per_byte:.4f} bits/byte"
-            )
+            ]
         case train.Saved():
-            return f"step {event.step}  saved {event.path}"
+            return [f"step {event.step}  saved {event.path}"]
         case train.Sample():
-            return f"step {event.step}  sample: {event.prompt}{event.text!r}"
+            return [f"step {event.step}  sample {event.prompt + event.text!r}"]
         case train.Done():
-            best = f", best val loss {event.best_loss:.4f} at step {event.best_step}" if event.best_loss else ""
-            return f"{event.reason} at step {event.step} after {event.seconds:.1f} s{best}: {event.out}"
-    return ""
+            best = "" if event.best_loss is None else f", best val loss {event.best_loss:.4f} at step {event.best_step}"
+            return [f"{event.reason} at step {event.step} after {event.seconds:.1f} s{best}: {event.out}"]
+    return []
+
+
+class Screen:
+    """The live display: what the last events said, drawn anew four times a second."""
+
+    def __init__(self, interrupted: Callable[[], str | None]) -> None:
+        self.interrupted = interrupted
+        self.losses: list[float] = []
+        self.seen: dict[str, Any] = {}
+        self.began, self.first = time.monotonic(), 0
+
+    def __call__(self, event: Event) -> None:
+        """Take one event in."""
+        kind = type(event).__name__
+        self.seen[kind] = event
+        if kind == "Start":
+            self.began, self.first = time.monotonic(), self.seen[kind].step
+        elif kind == "Step":
+            self.losses.append(self.seen[kind].loss)
+        elif kind == "Eval":
+            best = self.seen.get("Best")
+            if best is None or self.seen[kind].val_loss < best.val_loss:
+                self.seen["Best"] = event
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        from rich.table import Table
+        from rich.text import Text
+
+        if "Done" in self.seen:
+            return
+        start, step = self.seen.get("Start"), self.seen.get("Step")
+        if start is None:
+            doing = self.seen.get("Progress")
+            share = f" {doing.done / doing.total:.0%}" if doing and doing.total else ""
+            yield Text(f"{doing.what if doing else 'starting'}{share}", style="dim")
+            return
+        grid = Table.grid(padding=(0, 2))
+        at = step.step if step else start.step
+        share = at / max(1, start.max_steps)
+        left = self.time_left(at, start.max_steps)
+        state = "stopping after this step; again to leave at once" if self.interrupted() else left
+        grid.add_row("step", f"{at:,} of {start.max_steps:,}  {output.bar(share, 24):24} {share:.0%}  {state}")
+        if step:
+            width = max(8, min(48, options.max_width - 24))
+            grid.add_row("loss", Text.assemble((f"{step.loss:.4f}", "bold"), f"  {sparkline(self.losses, width)}"))
+        if value := self.seen.get("Eval"):
+            best = self.seen["Best"]
+            grid.add_row(
+                "val",
+                Text.assemble(
+                    (f"{value.val_loss:.4f}", "bold"),
+                    f"  perplexity {value.perplexity:.4g}  {value.bits_per_byte:.4f} bits/byte"
+                    f"  best {best.val_loss:.4f} at step {best.step:,}",
+                ),
+            )
+        if step:
+            grid.add_row(
+                "",
+                f"lr {step.lr:.3g}  grad {step.grad_norm:.3g}  {quantity(round(step.tokens_per_second))} tokens/s  "
+                f"mfu {step.mfu:.0%}  {size(step.memory)}",
+            )
+        if sample := self.seen.get("Sample"):
+            text = " ".join((sample.prompt + sample.text).split())
+            grid.add_row("writes", Text(text[: 2 * options.max_width], style="italic"))
+        yield grid
+
+    def time_left(self, step: int, steps: int) -> str:
+        """How long the rest will take at the pace so far, evaluations and saves included."""
+        if step <= self.first:
+            return ""
+        seconds = round((time.monotonic() - self.began) / (step - self.first) * (steps - step))
+        hours, rest = divmod(seconds, 3600)
+        return f"{hours}:{rest // 60:02}:{rest % 60:02} left" if hours else f"{rest // 60}:{rest % 60:02} left"
+
+
+class Provenance(msgspec.Struct, frozen=True):
+    """A complete recipe, and for each of its values ("train.lr") where it comes from."""
+
+    recipe: RecipeStruct
+    origins: dict[str, str]
+
+
+def provenance(made: Layered) -> Provenance:
+    """The recipe as it will be trained, with what the family fills in. Raises ConfigError for an impossible model."""
+    from llmcli import families
+
+    recipe = msgspec.structs.replace(made.recipe, model=families.complete(made.recipe.model))
+    origins = {}
+    for section in ("model", "data", "train"):
+        for key, value in msgspec.structs.asdict(getattr(recipe, section)).items():
+            filled = value != getattr(getattr(made.recipe, section), key)
+            name = f"{section}.{key}"
+            origins[name] = f"family {recipe.model.family}" if filled else made.origins.get(name, NOT_GIVEN)
+    return Provenance(recipe, origins)
+
+
+def view_config(shown: Provenance) -> RenderableType:
+    """The recipe as TOML that can be trained from, with each value's origin as a comment."""
+    from rich.text import Text
+
+    text = Text()
+    for section in ("model", "data", "train"):
+        text.append(f"[{section}]\n", "bold")
+        for key, value in msgspec.to_builtins(getattr(shown.recipe, section)).items():
+            origin = shown.origins[f"{section}.{key}"]
+            given = f"# {key} is not set" if value is None else f"{key} = {as_toml(value)}"
+            text.append(f"{given:40}", "" if origin != NOT_GIVEN else "dim")
+            text.append(f"  # {origin}\n" if value is not None else "\n", "dim")
+        text.append("\n")
+    return text
+
+
+def as_toml(value: Any) -> str:
+    """A value in TOML's spelling; a table inline."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {as_toml(inner)}" for key, inner in value.items() if inner is not None) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(as_toml, value)) + "]"
+    return msgspec.json.encode(value).decode()
+
+
+def view_estimate(estimate: Estimate) -> RenderableType:
+    """The estimate, a line each."""
+    from rich.table import Table
+
+    minutes = estimate.seconds / 60
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_row("parameters", f"{estimate.parameters:,}")
+    table.add_row(
+        "a step", f"{estimate.seconds_per_step:.3f} s, {quantity(round(estimate.tokens_per_second))} tokens/s"
+    )
+    table.add_row("all steps and evaluations", f"{minutes:.1f} min" if minutes < 120 else f"{minutes / 60:.1f} h")
+    table.add_row("epochs", f"{estimate.epochs:.2f}")
+    table.add_row("memory, measured", size(estimate.memory))
+    table.add_row("memory, weights to logits", size(estimate.computed_memory))
+    table.add_row("a checkpoint with its state", size(estimate.checkpoint_bytes))
+    return table

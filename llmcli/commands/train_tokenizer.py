@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -56,7 +57,7 @@ def run(
     seen = corpus.survey(source)
     with progress("learning the tokenizer", seen.characters, "characters") as advance:
 
-        def texts() -> object:
+        def texts() -> Iterator[str]:
             for text, ends in source.pieces():
                 advance(len(text))
                 yield text
