@@ -1,0 +1,263 @@
+"""One forward pass with every stage recorded: what stands between the token ids and the next token's probabilities.
+
+The model runs as it always does; the tracer listens at its modules. Only attention's weights are computed beside it,
+from the recorded queries and keys, because no fused kernel gives them away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, cast
+
+import msgspec
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llmcli.cache import Cache, new_cache
+from llmcli.errors import UsageError
+from llmcli.layers import Attention, Block, Experts, NormAfterSumBlock, softcap, visible
+from llmcli.model import Decoder
+
+
+class Kind(msgspec.Struct, frozen=True):
+    """What a stage is, whichever block it stands in: its axes, and a line that says it in words."""
+
+    axes: tuple[str, ...]
+    meaning: str
+
+
+POSITION, WIDTH, HEAD, SIZE = "position", "dimension", "head", "head dimension"
+KINDS = {
+    "ids": Kind((POSITION,), "the token ids"),
+    "embed": Kind((POSITION, WIDTH), "each token's row of the embedding matrix E"),
+    "embed_scaled": Kind((POSITION, WIDTH), "the rows times the root of the width"),
+    "positions": Kind((POSITION, WIDTH), "each position's own learned row"),
+    "residual": Kind((POSITION, WIDTH), "the residual stream"),
+    "attention_norm": Kind((POSITION, WIDTH), "the norm at attention"),
+    "q": Kind((HEAD, POSITION, SIZE), "queries: what each position looks for"),
+    "k": Kind((HEAD, POSITION, SIZE), "keys: what each position offers"),
+    "v": Kind((HEAD, POSITION, SIZE), "values: what each position hands over"),
+    "q_norm": Kind((HEAD, POSITION, SIZE), "queries, normalised"),
+    "k_norm": Kind((HEAD, POSITION, SIZE), "keys, normalised"),
+    "q_rotated": Kind((HEAD, POSITION, SIZE), "queries turned by their position (RoPE)"),
+    "k_rotated": Kind((HEAD, POSITION, SIZE), "keys turned by their position (RoPE)"),
+    "keys": Kind((HEAD, "visible position", SIZE), "all keys that these positions may look at, the cached ones first"),
+    "values": Kind((HEAD, "visible position", SIZE), "all values that these positions may take from"),
+    "weights": Kind((HEAD, POSITION, "visible position"), "attention: how much each position takes from each"),
+    "mixed": Kind((POSITION, "heads' dimensions"), "the values as the weights mix them, the heads side by side"),
+    "attention": Kind((POSITION, WIDTH), "attention's output"),
+    "attention_post_norm": Kind((POSITION, WIDTH), "the norm of attention's output"),
+    "residual_middle": Kind((POSITION, WIDTH), "the residual stream after attention"),
+    "feed_forward_norm": Kind((POSITION, WIDTH), "the norm at the feed-forward"),
+    "router": Kind((POSITION, "expert"), "the router's probability of each expert"),
+    "experts": Kind((POSITION, "rank"), "the experts that each position uses"),
+    "expert_weights": Kind((POSITION, "rank"), "how much of each of them"),
+    "hidden": Kind((POSITION, "hidden dimension"), "the feed-forward's hidden layer after its activation"),
+    "feed_forward": Kind((POSITION, WIDTH), "the feed-forward's output"),
+    "feed_forward_post_norm": Kind((POSITION, WIDTH), "the norm of the feed-forward's output"),
+    "final_norm": Kind((POSITION, WIDTH), "the state that the output scores"),
+    "logits": Kind((POSITION, "token"), "a score for every token of the vocabulary"),
+    "probabilities": Kind((POSITION, "token"), "the scores as the next token's probabilities"),
+}
+
+
+class Stage(msgspec.Struct, frozen=True, kw_only=True):
+    """One recorded tensor in numbers. `name` is a kind, with `blocks.N.` in front where it stands in a block."""
+
+    name: str
+    meaning: str
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    mean: float
+    rms: float
+    min: float
+    max: float
+
+
+class Pass:
+    """One forward pass: the new positions `start ...`, and every stage's tensor by name, the batch axis dropped."""
+
+    def __init__(self, kind: Literal["prompt", "cached"], ids: Sequence[int], start: int) -> None:
+        self.kind = kind
+        self.ids = tuple(ids)
+        self.start = start
+        self.tensors: dict[str, Tensor] = {"ids": torch.tensor(list(ids))}
+
+    def tensor(self, name: str) -> Tensor:
+        """A stage's tensor. Raises UsageError naming the stages when there is none of that name."""
+        if name not in self.tensors:
+            blocks = sum(stage.endswith(".attention") for stage in self.tensors)
+            kinds = dict.fromkeys(stage.rpartition(".")[2] for stage in self.tensors if stage.startswith("blocks."))
+            outside = [stage for stage in self.tensors if not stage.startswith("blocks.")]
+            inside = f"; blocks.0 to blocks.{blocks - 1}, each with {', '.join(kinds)}" if blocks else ""
+            raise UsageError(f"no stage '{name}' in this model", f"Stages: {', '.join(outside)}{inside}.")
+        return self.tensors[name]
+
+    def stages(self) -> list[Stage]:
+        """Every stage in the order of the pass."""
+        return [stage(name, tensor) for name, tensor in self.tensors.items()]
+
+
+def stage(name: str, tensor: Tensor) -> Stage:
+    """A stage's statistics, computed in float64."""
+    values = tensor.double()
+    kind = KINDS[name.rpartition(".")[2]]
+    return Stage(
+        name=name,
+        meaning=kind.meaning,
+        axes=kind.axes,
+        shape=tuple(tensor.shape),
+        mean=values.mean().item(),
+        rms=values.pow(2).mean().sqrt().item(),
+        min=values.min().item(),
+        max=values.max().item(),
+    )
+
+
+@torch.no_grad()
+def record(model: Decoder, ids: Sequence[int], cache: Sequence[Cache] | None = None) -> Pass:
+    """Run ids (n,) through a model in eval mode and record every stage; with a cache they continue what it has seen.
+
+    The logits are those of an untraced pass, bit for bit. Raises UsageError for what the model itself refuses, and
+    for no ids at all.
+    """
+    if not ids:
+        raise UsageError("there is no token to trace", "Give a text, or a tokenizer with a BOS token.")
+    start = cache[0].length if cache else 0
+    made = Pass("cached" if start else "prompt", ids, start)
+    batch = made.tensors["ids"].to(model.token_embeddings.weight.device)[None]
+    model.check_ids(batch)
+    made.tensors["embed"] = F.embedding(batch, model.token_embeddings.weight)[0]
+    with _listening(model, made):
+        logits = model(batch, cache)[0]
+    made.tensors["logits"] = logits
+    made.tensors["probabilities"] = logits.float().softmax(-1)
+    return made
+
+
+def passes(model: Decoder, ids: Sequence[int], new_tokens: int, choose: Callable[[Tensor], int]) -> Iterator[Pass]:
+    """The prompt's pass, then a cached pass for each new token, which `choose` picks from the last logits (V,)."""
+    cache = new_cache(model.config)
+    made = record(model, ids, cache)
+    yield made
+    for _ in range(new_tokens):
+        made = record(model, [choose(made.tensors["logits"][-1])], cache)
+        yield made
+
+
+@contextmanager
+def _listening(model: Decoder, made: Pass) -> Iterator[None]:
+    """Hooks at every module whose output is a stage; gone when the block ends."""
+    handles: list[Any] = []
+
+    def keep(name: str, tensor: Tensor) -> None:
+        made.tensors[name] = tensor.detach()[0]
+
+    def at_output(module: nn.Module | None, name: str, shape: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+        if module is not None:
+            handles.append(module.register_forward_hook(lambda _m, _i, output: keep(name, shape(output))))
+
+    def at_input(module: nn.Module | None, name: str) -> None:
+        if module is not None:
+            handles.append(module.register_forward_pre_hook(lambda _m, inputs: keep(name, inputs[0])))
+
+    if model.token_embeddings.scaled:
+        at_output(model.token_embeddings, "embed_scaled")
+    at_output(model.position_embeddings, "positions", lambda rows: rows[None] if rows.dim() == 2 else rows)
+    at_output(model.dropout, "residual")
+    attentions = []
+    for layer, module in enumerate(model.blocks):
+        block, name = cast(Block, module), f"blocks.{layer}"
+        attentions.append(block.attention)
+        _listen_to_attention(block.attention, name, keep, at_output, at_input)
+        if not isinstance(block, NormAfterSumBlock):
+            at_output(block.attention_norm, f"{name}.attention_norm")
+            at_output(block.attention_post_norm, f"{name}.attention_post_norm")
+            at_input(block.feed_forward_norm or block.feed_forward, f"{name}.residual_middle")
+            at_output(block.feed_forward_norm, f"{name}.feed_forward_norm")
+        else:
+            at_output(block.attention_norm, f"{name}.attention_norm")
+            at_input(block.feed_forward, f"{name}.residual_middle")
+        if isinstance(block.feed_forward, Experts):
+            _listen_to_experts(block.feed_forward, name, keep, handles)
+        else:
+            at_input(cast(nn.Module, block.feed_forward.down), f"{name}.hidden")
+        at_output(block.feed_forward, f"{name}.feed_forward")
+        if isinstance(block, NormAfterSumBlock):
+            at_output(block.feed_forward_norm, f"{name}.feed_forward_norm")
+        at_output(block.feed_forward_post_norm, f"{name}.feed_forward_post_norm")
+        at_output(block, f"{name}.residual")
+    at_output(model.final_norm, "final_norm")
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for attention in attentions:
+            vars(attention).pop("mix", None)
+
+
+def _listen_to_attention(
+    attention: Attention,
+    name: str,
+    keep: Callable[..., None],
+    at_output: Callable[..., None],
+    at_input: Callable[..., None],
+) -> None:
+    def by_head(x: Tensor) -> Tensor:  # (B, T, H * D) or (B, T, H, D) -> (B, H, T, D)
+        return x.reshape(*x.shape[:2], -1, attention.head_size).transpose(1, 2)
+
+    for part in ("q", "k", "v"):
+        at_output(getattr(attention, part), f"{name}.{part}", by_head)
+    at_output(attention.q_norm, f"{name}.q_norm", by_head)
+    at_output(attention.k_norm, f"{name}.k_norm", by_head)
+    at_input(attention.output, f"{name}.mixed")
+    at_output(attention.output, f"{name}.attention")
+    mix = attention.mix
+
+    def recording(q: Tensor, k: Tensor, v: Tensor, empty: Tensor | None = None) -> Tensor:
+        if attention.rope:
+            keep(f"{name}.q_rotated", q)
+            keep(f"{name}.k_rotated", k[:, :, k.shape[2] - q.shape[2] :])
+        keep(f"{name}.keys", k.clone())  # a cache's view is overwritten by what follows
+        keep(f"{name}.values", v.clone())
+        keep(f"{name}.weights", attention_weights(attention, q, k))
+        return mix(q, k, v, empty)
+
+    attention.mix = recording  # type: ignore[method-assign]
+
+
+def attention_weights(attention: Attention, q: Tensor, k: Tensor) -> Tensor:
+    """softmax(q·k), scaled, capped and masked, in float32: (B, Hq, T, S) from (B, Hq, T, D) and (B, Hkv, S, D)."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    scores = softcap(torch.matmul(q.float(), k.float().mT) * attention.scale, attention.softcap)
+    mask = visible(q.shape[2], k.shape[2], attention.window, q.device)
+    return (scores if mask is None else scores.masked_fill(~mask, float("-inf"))).softmax(-1)
+
+
+def _listen_to_experts(experts: Experts, name: str, keep: Callable[..., None], handles: list[Any]) -> None:
+    def recording(_module: nn.Module, _inputs: Any, scores: Tensor) -> None:
+        probabilities = scores.float().softmax(-1)
+        shares, chosen = probabilities.topk(experts.top_k, -1)
+        keep(f"{name}.router", probabilities[None])
+        keep(f"{name}.experts", chosen[None])
+        keep(f"{name}.expert_weights", (shares / shares.sum(-1, keepdim=True) if experts.renormalise else shares)[None])
+
+    handles.append(experts.router.register_forward_hook(recording))
+
+
+def logit_lens(model: Decoder, made: Pass, top: int) -> list[tuple[str, Tensor, Tensor]]:
+    """What the output would say of the residual stream after each block: (stage, ids (n, top), probabilities (n, top)).
+
+    Each residual goes through the final norm and the output projection (nostalgebraist, 2020, "logit lens").
+    """
+    lens = []
+    for name, tensor in made.tensors.items():
+        if name.rpartition(".")[2] == "residual":
+            with torch.no_grad():
+                state = tensor if model.final_norm is None else model.final_norm(tensor)
+                found = model.scores(state).float().softmax(-1).topk(min(top, model.config.vocab_size), -1)
+            lens.append((name, found.indices, found.values))
+    return lens
