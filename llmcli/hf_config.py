@@ -6,7 +6,10 @@ Source of every rule: transformers' own configuration classes and `modeling_rope
 
 from __future__ import annotations
 
+import json
 import math
+import re
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -15,6 +18,7 @@ from llmcli import families
 from llmcli.config import ModelConfig, parse
 from llmcli.errors import ConfigError
 from llmcli.families import Family
+from llmcli.tensors import clip, listing
 
 PRIVATE = "llmcli-"
 """The prefix of `model_type` for what Hugging Face's format cannot say: other tools refuse it instead of misreading."""
@@ -26,7 +30,6 @@ _PRIVATE_KEYS = ("scale_embeddings", "bias", "head_bias", "head_size", "hidden_d
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
-    "use_sliding_window": (None, False, True),
     "partial_rotary_factor": (None, 1, 1.0),
     "rotary_pct": (None, 1, 1.0),
     "logit_scale": (None, 1, 1.0),
@@ -43,6 +46,17 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "query_pre_attn_scalar": (None,),
 }
 
+# transformers takes these for the same (its attribute_map): read where the family's own spelling is absent.
+_ALIASES = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+    "num_local_experts": "num_experts",
+}
+
+_MAX_LAYERS = 10_000
+
 
 class HfConfig(msgspec.Struct, frozen=True):
     """What a config.json says. `tie_flag` is None when it is silent; `config` then holds the family's default."""
@@ -50,6 +64,7 @@ class HfConfig(msgspec.Struct, frozen=True):
     config: ModelConfig
     tie_flag: bool | None
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def is_hf(table: dict[str, Any]) -> bool:
@@ -60,12 +75,16 @@ def is_hf(table: dict[str, Any]) -> bool:
 def read(table: dict[str, Any], source: str) -> HfConfig:
     """A `config.json`'s table as a complete config. Raises ConfigError naming `source`, the key and its value."""
     notes: list[str] = []
+    warnings: list[str] = []
     outer, inner = table, table.get("text_config")
     if isinstance(inner, dict):
         table = inner
-        notes.append(f"the language model is described under text_config of a {outer.get('model_type')!r} config")
+        said = clip(repr(outer.get("model_type")))
+        notes.append(f"the language model is described under text_config of a {said} config")
+    _refuse_quantised(outer, source)
+    _refuse_quantised(table, source)
     family = _family(table if "model_type" in table else outer, source)
-    table = family.hf_read(table)
+    table = _respelled(table, family, source)
     _refuse_unsupported(table, family, source)
 
     values: dict[str, Any] = {"family": family.name}
@@ -75,16 +94,22 @@ def read(table: dict[str, Any], source: str) -> HfConfig:
         found = [key for key in spellings if key in table]
         default = family.hf_defaults.get(ours)
         if isinstance(default, bool) and len({bool(table.get(key, default)) for key in spellings}) > 1:
-            given = ", ".join(f"{key} = {msgspec.json.encode(table.get(key, default)).decode()}" for key in spellings)
-            raise ConfigError(f"{source}: {given}: llmcli has one switch for all of them", "They must agree.")
+            raise ConfigError(
+                f"{source}: {_given(table, spellings, default)}: llmcli has one switch for all of them",
+                "They must agree.",
+            )
+        if ours == "dropout" and len({clip(repr(table[key])) for key in found}) > 1:
+            notes.append(
+                f"{_given(table, found)}: llmcli has one dropout and takes the first, which only training uses"
+            )
         if found:
             values[ours], spelled[ours] = table[found[0]], found[0]
         elif default is not None:
             values[ours] = default
         if values.get(ours) is None:  # null means what the family computes from the other sizes
             values.pop(ours, None)
-    if "dropout" in values and values["dropout"] is not None:
-        values["dropout"] = min(values["dropout"], 0.99) if isinstance(values["dropout"], float) else values["dropout"]
+    if values.get("dropout") in (1, 1.0):  # all dropped: possible for transformers, and of no use for training
+        values["dropout"] = 0.99
     if family.hf_defaults.get("scale_embeddings"):
         values["scale_embeddings"] = True
     if "rope_theta" in family.keys:
@@ -92,22 +117,61 @@ def read(table: dict[str, Any], source: str) -> HfConfig:
     values.setdefault("bias", family.defaults.get("bias"))
     values["head_bias"] = False
 
-    tie_flag = _tie_flag(outer, table, source, notes)
+    tie_flag = _tie_flag(outer, table, source, warnings)
     values["tie_word_embeddings"] = family.tied_in_hf if tie_flag is None else tie_flag
-    private = outer.get("llmcli") if str(outer.get("model_type", "")).startswith(PRIVATE) else None
-    if isinstance(private, dict):
-        values |= private
+    if _is_private(outer):
+        values |= _private(outer, source)
     try:
-        return HfConfig(families.complete(parse(values, ModelConfig, source), source), tie_flag, tuple(notes))
+        config = families.complete(parse(values, ModelConfig, source), source)
     except ConfigError as error:
-        message = error.message
-        for ours, theirs in spelled.items():
-            message = message.replace(f"{source}: {ours}:", f"{source}: {theirs} = {table[theirs]!r}:")
-        raise ConfigError(message, error.hint) from None
+        raise ConfigError(_in_their_words(error.message, source, spelled, table), error.hint) from None
+    for ours, value in [*_floats(config), *_floats(config.rope_scaling)]:
+        if not math.isfinite(value):
+            raise ConfigError(f"{source}: {spelled.get(ours, ours)} is not a finite number")
+    return HfConfig(config, tie_flag, tuple(notes), tuple(warnings))
+
+
+def _floats(struct: msgspec.Struct | None) -> list[tuple[str, float]]:
+    fields = struct.__struct_fields__ if struct else ()
+    return [(name, value) for name in fields if isinstance(value := getattr(struct, name), float)]
+
+
+def _given(table: dict[str, Any], keys: Iterable[str], default: Any = None) -> str:
+    return ", ".join(f"{key} = {clip(json.dumps(table.get(key, default)))}" for key in keys)
+
+
+def _in_their_words(message: str, source: str, spelled: dict[str, str], table: dict[str, Any]) -> str:
+    """A complaint about our keys as one about the keys that config.json has."""
+    text = message.removeprefix(f"{source}: ")
+    for ours, theirs in spelled.items():
+        if text.startswith(f"{ours}: "):
+            text = f"{theirs} = {clip(repr(table[theirs]))}: {text.removeprefix(f'{ours}: ')}"
+        text = re.sub(rf"\b{ours}\b", theirs, text)
+    return f"{source}: {text}"
+
+
+def _respelled(table: dict[str, Any], family: Family, source: str) -> dict[str, Any]:
+    """The table in the spelling that the family's `hf_fields` read."""
+    table = dict(table)
+    own = {key for theirs in family.hf_fields.values() for key in ((theirs,) if isinstance(theirs, str) else theirs)}
+    for key, alias in _ALIASES.items():
+        meant = key in own and alias in table and alias not in own
+        if meant and table.setdefault(key, table[alias]) != table[alias]:
+            raise ConfigError(f"{source}: {_given(table, (key, alias))}: two spellings that disagree")
+    for key in ("num_hidden_layers", "n_layer", "max_window_layers"):  # whatever counts them needs a count
+        value = table.get(key, 0)
+        if value is not None and (type(value) is not int or not 0 <= value <= _MAX_LAYERS):
+            raise ConfigError(
+                f"{source}: {key} = {clip(repr(value))}: not a number of layers", f"From 0 to {_MAX_LAYERS:,}."
+            )
+    try:
+        return family.hf_read(table)
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+        raise ConfigError(f"{source}: values that do not fit a {family.name} model ({clip(str(error))})") from None
 
 
 def _family(table: dict[str, Any], source: str) -> Family:
-    model_type = str(table.get("model_type", ""))
+    model_type = clip(str(table.get("model_type", "")))
     bare = model_type.removeprefix(PRIVATE)
     architectures = table.get("architectures")
     for name in families.names():
@@ -123,28 +187,21 @@ def _family(table: dict[str, Any], source: str) -> Family:
 
 
 def _refuse_unsupported(table: dict[str, Any], family: Family, source: str) -> None:
-    read = set(family.hf_fields.values())
+    read = {key for theirs in family.hf_fields.values() for key in ((theirs,) if isinstance(theirs, str) else theirs)}
     for key, supported in (_REFUSED | dict(family.hf_requires)).items():
         if key not in read and key in table and table[key] not in supported:
             means = " or ".join(msgspec.json.encode(value).decode() for value in supported)
             raise ConfigError(
-                f"{source}: {key} = {table[key]!r} changes the computation and is not supported for {family.name}",
+                f"{source}: {_given(table, [key])} changes the computation and is not supported for {family.name}",
                 f"llmcli computes {means}.",
             )
-    if table.get("quantization_config"):
-        quantised = table["quantization_config"]
-        method = quantised.get("quant_method", "an unnamed method") if isinstance(quantised, dict) else quantised
-        raise ConfigError(
-            f"{source}: quantization_config: the weights are quantised ({method})",
-            "llmcli reads unquantised weights (float32, bfloat16, float16); look for the original checkpoint.",
-        )
     kinds = table.get("layer_types")
     if isinstance(kinds, list):
         window = table.get("sliding_window") is not None and "window_size" in family.keys
         wanted = "sliding_attention" if window else "full_attention"
-        if other := sorted({str(kind) for kind in kinds} - {wanted}):
+        if other := sorted({clip(str(kind)) for kind in kinds} - {wanted}):
             raise ConfigError(
-                f"{source}: layer_types has {', '.join(other)}: every layer of {family.name} here is {wanted}",
+                f"{source}: layer_types has {listing(other)}: every layer of {family.name} here is {wanted}",
                 "Mixed kinds of layers are not supported for this family.",
             )
     layers = str(family.hf_fields["num_layers"])
@@ -155,67 +212,100 @@ def _refuse_unsupported(table: dict[str, Any], family: Family, source: str) -> N
         )
 
 
+def _refuse_quantised(table: dict[str, Any], source: str) -> None:
+    for key in ("quantization_config", "compression_config"):
+        if said := table.get(key):
+            method = said.get("quant_method", "an unnamed method") if isinstance(said, dict) else said
+            raise ConfigError(
+                f"{source}: {key}: the weights are quantised ({clip(str(method))})",
+                "llmcli reads unquantised weights (float32, bfloat16, float16); look for the original checkpoint.",
+            )
+
+
+def _private(table: dict[str, Any], source: str) -> dict[str, Any]:
+    """What a config of a private type says in our words."""
+    said = table.get("llmcli", {})
+    if not isinstance(said, dict) or not said.keys() <= set(_PRIVATE_KEYS):
+        raise ConfigError(f"{source}: llmcli = {clip(repr(said))}", f"Known keys: {', '.join(_PRIVATE_KEYS)}.")
+    return said
+
+
 def _is_private(table: dict[str, Any]) -> bool:
     return str(table.get("model_type", "")).startswith(PRIVATE)
 
 
-def _tie_flag(outer: dict[str, Any], inner: dict[str, Any], source: str, notes: list[str]) -> bool | None:
+def _tie_flag(outer: dict[str, Any], inner: dict[str, Any], source: str, warnings: list[str]) -> bool | None:
     """`tie_word_embeddings`, the nested config's before the outer one's; None when neither says."""
     flags = []
     for table in (inner, outer):
         flag = table.get("tie_word_embeddings")
         if flag is not None and not isinstance(flag, bool):
-            raise ConfigError(f"{source}: tie_word_embeddings = {flag!r}: neither true nor false")
+            raise ConfigError(f"{source}: tie_word_embeddings = {clip(repr(flag))}: neither true nor false")
         flags.append(flag)
     if flags[0] is not None and flags[1] is not None and flags[0] != flags[1]:
-        notes.append(
+        warnings.append(
             f"text_config says tie_word_embeddings = {str(flags[0]).lower()}, the outer config the opposite: "
             "the nested one holds"
         )
     return flags[0] if flags[0] is not None else flags[1]
 
 
+_SCALINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
+    "yarn": (("factor",), ("beta_fast", "beta_slow", "attention_factor", "truncate")),
+}
+"""For each type of RoPE's scaling the numbers that it needs, and those it may have."""
+
+
 def _rope(table: dict[str, Any], family: Family, source: str) -> dict[str, Any]:
     """rope_theta and rope_scaling from either spelling: `rope_parameters`, or `rope_theta` beside `rope_scaling`."""
-    given = table.get("rope_parameters") or table.get("rope_scaling") or {}
-    key = "rope_parameters" if table.get("rope_parameters") else "rope_scaling"
+    spellings = [key for key in ("rope_parameters", "rope_scaling") if table.get(key)]
+    read = [_one_rope(key, table, family, source) for key in spellings]
+    if len(read) == 2 and read[0] != read[1]:
+        raise ConfigError(f"{source}: rope_parameters and rope_scaling disagree", "Keep the one that is right.")
+    return read[0] if read else _one_rope("rope_parameters", table, family, source)
+
+
+def _one_rope(key: str, table: dict[str, Any], family: Family, source: str) -> dict[str, Any]:
+    given = table.get(key) or {}
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
         raise ConfigError(
-            f"{source}: {key} = {given!r}: not one set of RoPE parameters for all layers",
+            f"{source}: {key} = {clip(repr(given))}: not one set of RoPE parameters for all layers",
             "Parameters that differ by kind of layer are not supported for this family.",
         )
     theta = given.get("rope_theta", table.get("rope_theta"))
     values: dict[str, Any] = {"rope_theta": family.hf_defaults["rope_theta"] if theta is None else theta}
+    if given.get("partial_rotary_factor") not in (None, 1, 1.0):
+        said = clip(repr(given["partial_rotary_factor"]))
+        raise ConfigError(f"{source}: {key}: partial_rotary_factor = {said} is not supported for {family.name}")
     kind = given.get("rope_type", given.get("type", "default"))
-    if given.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(
-            f"{source}: {key}: partial_rotary_factor = {given['partial_rotary_factor']!r} is not supported"
-        )
     if kind in (None, "default"):
         return values
-    known = {
-        "linear": (),
-        "llama3": ("low_freq_factor", "high_freq_factor"),
-        "yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate"),
-    }
-    if kind not in known:
+    if not isinstance(kind, str) or kind not in _SCALINGS:
         raise ConfigError(
-            f"{source}: {key}: RoPE of type {kind!r} is not supported", f"Supported: default, {', '.join(known)}."
+            f"{source}: {key}: RoPE of type {clip(repr(kind))} is not supported",
+            f"Supported: default, {', '.join(_SCALINGS)}.",
         )
-    scaling = {"type": kind, **{name: given[name] for name in ("factor", *known[kind]) if given.get(name) is not None}}
+    needed, optional = _SCALINGS[kind]
+    numbers = {name: given[name] for name in (*needed, *optional) if given.get(name) is not None}
+    if missing := [name for name in needed if name not in numbers]:
+        raise ConfigError(f"{source}: {key}: RoPE of type {kind!r} needs {' and '.join(missing)}")
+    scales = {name: given[name] for name in ("mscale", "mscale_all_dim") if given.get(name)}
+    for name, value in (numbers | scales).items():
+        if name != "truncate" and (type(value) not in (int, float) or not 0 < value < math.inf):
+            raise ConfigError(f"{source}: {key}: {name} = {clip(repr(value))}: not a positive number")
     if kind != "linear":
-        original = table.get("original_max_position_embeddings", given.get("original_max_position_embeddings"))
-        scaling["original_max_position_embeddings"] = original or table.get(
+        original = table.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
+        numbers["original_max_position_embeddings"] = original or table.get(
             "max_position_embeddings", family.hf_defaults["max_position_embeddings"]
         )
-    required = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
-    if missing := [name for name in required[kind] if name not in scaling]:
-        raise ConfigError(f"{source}: {key}: RoPE of type {kind!r} needs {' and '.join(missing)}")
-    mscale, all_dim = given.get("mscale"), given.get("mscale_all_dim")
-    if kind == "yarn" and mscale and all_dim and "attention_factor" not in scaling:
-        per_unit = 0.1 * math.log(max(scaling["factor"], 1.0))
-        scaling["attention_factor"] = (per_unit * mscale + 1) / (per_unit * all_dim + 1)
-    return values | {"rope_scaling": scaling}
+    if kind == "yarn" and len(scales) == 2 and "attention_factor" not in numbers:
+        per_unit = 0.1 * math.log(max(numbers["factor"], 1.0))
+        numbers["attention_factor"] = (per_unit * scales["mscale"] + 1) / (per_unit * scales["mscale_all_dim"] + 1)
+    if kind == "yarn" and values["rope_theta"] == 1:
+        raise ConfigError(f"{source}: {key}: rope_theta = 1 leaves yarn no frequencies to tell apart")
+    return values | {"rope_scaling": {"type": kind, **numbers}}
 
 
 def write(config: ModelConfig, dtype: str) -> dict[str, Any]:

@@ -172,7 +172,7 @@ def plan(
             "Either files are missing or damaged, or config.json belongs to another model. No weights were read.",
         )
 
-    warnings = [tie.warning] if tie.warning else []
+    warnings = [*hf.warnings, *([tie.warning] if tie.warning else [])]
     sides = {"input": EMBEDDING, "output": HEAD}
     filled = {name: source for name, source in sources.items() if name not in sides.values()}
     filled[EMBEDDING] = sources[sides[tie.embedding_from]]

@@ -19,6 +19,9 @@ from llmcli.hub import Headers, RepoId
 HUB = "hf://"
 """In front of org/name: the Hub's repository is meant, whatever exists here."""
 
+MAX_CONFIG = 10_000_000
+"""The longest config.json read, in bytes."""
+
 _REPO = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>.+))?", re.ASCII)
 
 
@@ -74,11 +77,14 @@ def read_config(target: str | Path, *, revision: str | None = None, offline: boo
 
 def read_hf_config(checkpoint: Path) -> HfConfig:
     """The `config.json` of a checkpoint folder (or beside a single file), with what it says of tying."""
-    path = (checkpoint if checkpoint.is_dir() else checkpoint.parent) / "config.json"
-    if not path.is_file():
+    folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
+    path = tensors.inside(folder, "config.json")
+    if path is None:
         raise CheckpointError(
-            f"{path.parent}: no config.json", "A checkpoint is a folder with config.json and model.safetensors."
+            f"{folder}: no config.json", "A checkpoint is a folder with config.json and model.safetensors."
         )
+    if (size := path.stat().st_size) > MAX_CONFIG:
+        raise CheckpointError(f"{path}: {size:,} bytes are too many for a config.json", "Get it again.")
     return hf_config.read(read_table(path), str(path))
 
 
