@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -71,8 +70,9 @@ def fetch(repo: RepoId, offline: bool = False) -> Path:
         if _is_offline(offline):
             return _cached_folder(repo)
         commit, names = _look(repo)
+        form = _form(repo, names)
         folder = _fetch_config(repo, commit)
-        weights = _weights(repo, commit, names)
+        weights = _weights(repo, commit, names, form)
         for name in weights:
             _fetch_resumably(repo, commit, name)
         for name in (*weights, *(name for name in BESIDE if name in names)):
@@ -98,8 +98,9 @@ def fetch_headers(repo: RepoId, offline: bool = False) -> Headers:
             folder = _cached_folder(repo)
             return Headers(folder, tensors.read_checkpoint(folder), here=True)
         commit, names = _look(repo)
+        form = _form(repo, names)
         folder = _fetch_config(repo, commit)
-        weights = _weights(repo, commit, names)
+        weights = _weights(repo, commit, names, form)
         if all((folder / name).exists() for name in weights):
             return Headers(folder, tensors.read_checkpoint(folder), here=True)
         if not all(name.endswith(".safetensors") for name in weights):
@@ -149,11 +150,16 @@ def _fetch_config(repo: RepoId, commit: str) -> Path:
     return _fetch(repo, commit, CONFIG).parent
 
 
-def _weights(repo: RepoId, commit: str, names: list[str]) -> list[str]:
-    """The files of the weights, and the index first where there is one."""
+def _form(repo: RepoId, names: list[str]) -> str:
+    """In which of the forms the weights come. Raises CheckpointError where there are none, or no config."""
     form = next((form for form in WEIGHTS if form in names), None)
     if form is None or CONFIG not in names:
-        raise _no_checkpoint(repo, names, CONFIG if form else "model.safetensors")
+        raise _no_checkpoint(repo, names, CONFIG if form else WEIGHTS[0])
+    return form
+
+
+def _weights(repo: RepoId, commit: str, names: list[str], form: str) -> list[str]:
+    """The files of the weights; where they are shards the index is fetched, which names them."""
     if not form.endswith(".index.json"):
         return [form]
     index = _fetch(repo, commit, form)
@@ -279,12 +285,13 @@ def _no_checkpoint(repo: RepoId, names: list[str], wanted: str) -> LlmcliError:
 @contextmanager
 def _refusals(repo: RepoId) -> Iterator[None]:
     """Turns what goes wrong between here and the Hub into refusals that say what to do."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # no request but for what was asked for
     from huggingface_hub import constants, errors
+    from huggingface_hub.utils import logging
 
-    # Its warnings (a retry, no token) are not ours to let through unasked; what ends the download is raised.
+    # Its warnings (a break that it mends, no token) are not for whoever reads the result; what ends it all is raised.
     if not os.environ.get("HF_HUB_VERBOSITY"):
-        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    token = "HF_TOKEN" if os.environ.get("HF_TOKEN") else ""
+        logging.set_verbosity(logging.ERROR)
     try:
         yield
     except LlmcliError:
@@ -293,7 +300,11 @@ def _refusals(repo: RepoId) -> Iterator[None]:
         raise CheckpointError(
             f"{repo}: gated: its owners ask for an agreement before its files can be read",
             f"Accept it at {constants.ENDPOINT}/{repo.name}, then "
-            + ("check that HF_TOKEN belongs to that account." if token else "set HF_TOKEN or run `hf auth login`."),
+            + (
+                "check that HF_TOKEN belongs to that account."
+                if os.environ.get("HF_TOKEN")
+                else "set HF_TOKEN or run `hf auth login`."
+            ),
         ) from None
     except errors.RepositoryNotFoundError:
         raise UsageError(

@@ -86,7 +86,8 @@ class TieStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     `flag` is None where config.json is silent, `tied_in_family` then holds. `equal` and `max_difference` compare the
     two matrices in `rows_compared` of their `rows`; they are None where there are not two, or they cannot be read.
-    `decision` is None where loading refuses; `reason` then says why.
+    `decision` is None where loading refuses it (`refused`, and `reason` says why), or where it hangs on values that
+    are not here.
     """
 
     flag: bool | None
@@ -98,6 +99,7 @@ class TieStatus(msgspec.Struct, frozen=True, kw_only=True):
     rows_compared: int = 0
     rows: int = 0
     decision: Decision | None = None
+    refused: bool = False
     reason: str
 
 
@@ -188,7 +190,7 @@ def inspect(
     tie = None
     if hf and matched:
         tie = tie_status(matched, hf, full=full, read=read if here else None)
-        if tie.decision is None:
+        if tie.refused:
             problems.append(tie.reason)
     roles = _roles(matched, tie)
     values = _all_values(checkpoint, read, progress) if full and here else {}
@@ -297,7 +299,10 @@ def tie_status(matched: Match, hf: HfConfig, *, full: bool = False, read: ReadRo
         reason="",
     )
     if embedding and head and embedding.shape == head.shape and equal is None:
-        return msgspec.structs.replace(status, reason="two matrices, not compared")
+        means = hf.config.tie_word_embeddings
+        said = f"two matrices in the file, not compared; the config {'ties' if means else 'does not tie'} them"
+        status = msgspec.structs.replace(status, reason=said)
+        return status if means else msgspec.structs.replace(status, decision="untie")
     try:
         tie = decide(
             Evidence(
@@ -310,7 +315,7 @@ def tie_status(matched: Match, hf: HfConfig, *, full: bool = False, read: ReadRo
             )
         )
     except LlmcliError as error:
-        return msgspec.structs.replace(status, reason=_said(error))
+        return msgspec.structs.replace(status, reason=_said(error), refused=True)
     return msgspec.structs.replace(status, decision=tie.decision, reason=tie.reason)
 
 
