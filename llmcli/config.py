@@ -124,8 +124,9 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """One training run. Lengths are in steps unless the name says otherwise; a step is one update of the weights.
 
     `batch_size` sequences go through the model at a time in each process; a step adds up `accumulation` of them.
-    `context` None is the model's max_position_embeddings. `warmup_steps` lead up to `lr`; `schedule` leads from there
-    to `min_lr` at `max_steps` (`wsd` stays at `lr` until the last `decay_fraction` of all steps). `eval_batches` 0 is
+    `context` None is the model's max_position_embeddings, at most 1,024. `warmup_steps` lead up to `lr`; `schedule`
+    leads from there to `min_lr` at `schedule_steps` (None: `max_steps`); `wsd` stays at `lr` until the last
+    `decay_fraction` of them. `eval_batches` 0 is
     the whole validation text; `save_every` None saves at every evaluation. `keep` so many older checkpoints besides
     the last, `patience` so many evaluations without a better one (0: no limit), `time_limit` in seconds (0: none).
     """
@@ -138,6 +139,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     min_lr: Annotated[float, Meta(ge=0.0)] = 1e-4
     warmup_steps: Annotated[int, Meta(ge=0)] = 100
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    schedule_steps: Size | None = None
     decay_fraction: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.2
     beta1: Probability = 0.9
     beta2: Probability = 0.95

@@ -69,10 +69,15 @@ def draw(curves: list[Curve], path: Path) -> None:
             color, name = PALETTE[number % len(PALETTE)], readable(curve.name)
             x = [row["step"] for row in curve.steps]
             losses.plot(x, [row["loss"] for row in curve.steps], color=color, alpha=0.45, linewidth=1)
-            held_out = [(row["step"], row["val_loss"]) for row in curve.evaluations]
             best = f", best {curve.best['val_loss']:.4f}" if curve.best else ""
-            marker = "osD^v<>p"[number % 8]
-            losses.plot(*zip(*held_out, strict=True), color=color, marker=marker, markersize=4, label=f"{name}{best}")
+            losses.plot(
+                [row["step"] for row in curve.evaluations],
+                [row["val_loss"] for row in curve.evaluations],
+                color=color,
+                marker="osD^v<>p"[number % 8],
+                markersize=4,
+                label=f"{name}{best}",
+            )
             rates.plot(x, [row["lr"] for row in curve.steps], color=color, linewidth=1)
         losses.set_ylabel("loss (nats per token)")
         losses.set_title("Training loss (line) and validation loss (marks)")

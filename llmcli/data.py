@@ -10,7 +10,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -99,9 +99,9 @@ def prepare(config: DataConfig, vocab_size: int, fallback: Path) -> Generator[Pr
             yield from ((True, piece) for piece in held_out.pieces())
 
     total = seen.characters + (held_out_seen.characters if held_out_seen else 0)
-    made = yield from _tokenizer(config.tokenizer, vocab_size, pieces, text, cache, total)
     # A single document is not closed: nothing follows it.
     several = seen.documents + (held_out_seen.documents if held_out_seen else 0) > 1
+    made = yield from _tokenizer(config.tokenizer, vocab_size, pieces, several, text, cache, total)
     fingerprint = _digest(text, made.fingerprint, repr((made.eos_id, made.add_bos, several)))
     folder = cache / "tokens" / fingerprint
     if _read_info(folder) is None:
@@ -173,10 +173,15 @@ def _surveyed(source: Corpus) -> Generator[Progress, None, Survey]:
 
 
 def _tokenizer(
-    kind: str, vocab_size: int, pieces: object, text: str, cache: Path, total: int
+    kind: str,
+    vocab_size: int,
+    pieces: Callable[[], Iterator[tuple[bool, Piece]]],
+    several: bool,
+    text: str,
+    cache: Path,
+    total: int,
 ) -> Generator[Progress, None, Tokenizer]:
     """The tokenizer that the recipe names, or one learned from the training text and kept in the cache."""
-    assert callable(pieces)
     if kind == "byte":
         return tokenizer.bytes_tokenizer()
     if kind not in ("bpe", "char"):
@@ -192,7 +197,10 @@ def _tokenizer(
         if kind == "char":  # a character that only the validation text has must not stop the run
             made = tokenizer.characters(piece.text for _, piece in pieces())
         else:
-            made = tokenizer.train_bpe((piece.text for held_out, piece in pieces() if not held_out), vocab_size)
+            training = (piece for held_out, piece in pieces() if not held_out)
+            # Two documents are no one word.
+            texts = (piece.text + "\n" * (piece.ends and several) for piece in training)
+            made = tokenizer.train_bpe(texts, vocab_size)
         with _new_folder(folder) as aside:
             made.save(aside)
     return tokenizer.load(folder)

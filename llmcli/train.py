@@ -23,12 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmcli import checkpoint, costs, data, distributed, families, loss, params, tensors
+from llmcli import checkpoint, costs, data, distributed, families, loss, params, tensors, tokenizer
 from llmcli import model as models
 from llmcli.config import Recipe, TrainConfig
 from llmcli.data import Data, Progress
 from llmcli.distributed import Processes, joined
-from llmcli.errors import CheckpointError, ConfigError, LlmcliError, TrainingError, UsageError
+from llmcli.errors import CheckpointError, ConfigError, LlmcliError, TokenizerError, TrainingError, UsageError
 from llmcli.model import Decoder
 from llmcli.tokenizer import Tokenizer
 
@@ -234,12 +234,12 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     """The rate of the update that follows `step` others: up to `lr` over the warm-up, then down to `min_lr`."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / (config.warmup_steps + 1)
-    down_from = config.warmup_steps
     if config.schedule == "constant":
         return config.lr
+    down_from, end = config.warmup_steps, config.schedule_steps or config.max_steps
     if config.schedule == "wsd":
-        down_from = max(down_from, config.max_steps - round(config.max_steps * config.decay_fraction))
-    progress = min(1.0, max(0.0, (step - down_from) / max(1, config.max_steps - down_from)))
+        down_from = max(down_from, end - round(end * config.decay_fraction))
+    progress = min(1.0, max(0.0, (step - down_from) / max(1, end - down_from)))
     kept = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
     return config.min_lr + kept * (config.lr - config.min_lr)
 
@@ -311,7 +311,7 @@ class Run:
         if source:
             self.state = resumable(read_state(source), self.state, out, self.notes)
         if source or init_from:
-            fill(self.model, cast(Path, source or init_from))
+            fill(self.model, cast(Path, source or init_from), text.tokenizer)
         self.model.to(self.device).train()
         self.objective = distributed.spread(
             Objective(self.model), self.model.blocks, self.config.strategy, processes, bool(recipe.model.num_experts)
@@ -366,6 +366,9 @@ class Run:
     @torch.no_grad()
     def evaluate(self, step: int, windows: int | None = None) -> Eval:
         """The loss on the validation text: on all of it, or always on the same windows of it."""
+        self.peak = max(
+            self.peak, matmul_peak(self.device, self.prepared.precision)
+        )  # others may have been busy before
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64)  # loss and tokens
         size, count = self.config.batch_size, self.processes.count
@@ -537,7 +540,7 @@ def fitted(recipe: Recipe, by: Tokenizer, notes: list[str]) -> Recipe:
             path = os.path.abspath(value) if isinstance(value, str) else tuple(os.path.abspath(one) for one in value)
             text = msgspec.structs.replace(text, **{key: path})
     config = families.complete(config)
-    context = recipe.train.context or config.max_position_embeddings
+    context = recipe.train.context or min(config.max_position_embeddings, 1024)
     if context > config.max_position_embeddings:
         raise ConfigError(
             f"train.context {context} is more than the model's {config.max_position_embeddings} positions",
@@ -600,9 +603,18 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def fill(model: Decoder, path: Path) -> None:
-    """Copy a checkpoint's weights into a model of the same tensors. Raises TrainingError naming what differs."""
+def fill(model: Decoder, path: Path, by: Tokenizer) -> None:
+    """Copy a checkpoint's weights into a model of the same tensors and tokens. Raises TrainingError where they differ."""
     loaded, _ = checkpoint.load(path, dtype=torch.float32)
+    try:
+        theirs_by = tokenizer.load(path)
+    except TokenizerError:  # it has none: whoever gave one knows why
+        theirs_by = by
+    if theirs_by.fingerprint != by.fingerprint:
+        raise TrainingError(
+            f"{path}: its tokenizer is not the recipe's, so its rows stand for other tokens",
+            f"Use the checkpoint's: --set data.tokenizer={path}.",
+        )
     theirs, ours = loaded.config, model.config
     if theirs.family != ours.family or theirs.tie_word_embeddings != ours.tie_word_embeddings:
         what = "family" if theirs.family != ours.family else "tie_word_embeddings"
@@ -748,11 +760,20 @@ def locked(out: Path, resume: bool) -> Iterator[None]:
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
+        tidy(out)
         if not resume and any((out / name).exists() for name in ("last", "best", METRICS)):
             raise UsageError(
                 f"{out}: holds a run already", "Go on with it (--resume), or choose another folder: --out."
             )
         yield
+
+
+def tidy(out: Path) -> None:
+    """Finish or remove what a killed run left half written. Only the holder of the lock may do this."""
+    for name in {"best", "last", *(folder.name for folder in out.glob("step-*"))}:
+        checkpoint.recover(out / name)
+    for stray in out.glob(".*.writing"):
+        shutil.rmtree(stray, ignore_errors=True) if stray.is_dir() else stray.unlink(missing_ok=True)
 
 
 def clean_metrics(path: Path, step: int) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -87,19 +89,23 @@ def run(
     }
     if resume and init_from:
         raise UsageError("--resume and --init-from together", "Go on with a run, or start a new one from its weights.")
-    made = put_together(recipe, folder, options, settings or [], resume, init_from)
+    source = None
+    if init_from:
+        from llmcli.targets import find_checkpoint
+
+        source = find_checkpoint(init_from)
+    made = put_together(recipe, folder, options, settings or [], resume, source)
     if print_config:
         emit(provenance(made), view_config, as_json)
         return 0
 
     from llmcli import train
 
-    source = Path(init_from) if init_from else None
     if dry_run:
         emit(train.dry_run(made.recipe, init_from=source), view_estimate, as_json)
         return 0
     followers = list(followers_of(folder, plot, csv, tensorboard))
-    with interruptible() as interrupted, shown(as_json, interrupted) as show:
+    with interruptible() as interrupted, shown(as_json) as show:
         for event in train.train(made.recipe, folder, resume=resume, init_from=source, stop=interrupted):
             show(event)
             for follow in followers:
@@ -113,7 +119,7 @@ def put_together(
     options: dict[str, tuple[str, str, Any]],
     settings: list[str],
     resume: bool = False,
-    init_from: str | None = None,
+    init_from: Path | None = None,
 ) -> Layered:
     """The recipe of a run from all that says something about it, later over earlier. Raises ConfigError, UsageError."""
     from llmcli import config
@@ -121,10 +127,10 @@ def put_together(
     base = (stored_recipe(folder) if resume and recipe is None else None) or config.find_recipe(recipe or "glasslm")
     layers = [base]
     if init_from:
-        from llmcli.targets import find_checkpoint, read_config
+        from llmcli.targets import read_config
 
-        given = msgspec.to_builtins(read_config(find_checkpoint(init_from)))
-        layers.append((f"--init-from {init_from}", {"model": given, "data": {"tokenizer": init_from}}))
+        given = msgspec.to_builtins(read_config(init_from))
+        layers.append((f"--init-from {init_from}", {"model": given, "data": {"tokenizer": str(init_from)}}))
     for name, (section, key, value) in options.items():
         if value is not None:
             layers.append((name, {section: {key: value}}))
@@ -141,20 +147,33 @@ def stored_recipe(folder: Path) -> tuple[str, dict[str, Any]] | None:
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], str | None]]:
-    """While the block runs, the first SIGINT or SIGTERM only leaves its name for who asks; a second one ends all."""
+    """While the block runs, the first SIGINT or SIGTERM only leaves its name for who asks; a second one ends all.
+
+    Before anybody has asked there is nothing to save: then the first one ends all.
+    """
     names: list[str] = []
+    asked = False
 
     def note(number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
         if names:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        names.append(signal.Signals(number).name)
+            os._exit(EXIT_CODES[name])
+        if not asked:
+            raise SystemExit(EXIT_CODES[name])
+        names.append(name)
+        with suppress(RuntimeError):  # what was interrupted may have been writing there itself
+            output.note(f"{name}: this step is finished and saved; a second one leaves at once")
+
+    def name() -> str | None:
+        nonlocal asked
+        asked = True
+        return names[0] if names else None
 
     before: dict[int, Any] = {}
     with suppress(ValueError):  # outside the main thread there are no signals to catch
         before |= {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: names[0] if names else None
+        yield name
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -214,10 +233,8 @@ def tensorboard_writer(folder: Path) -> Callable[[Event], None]:
 
 
 @contextmanager
-def shown(as_json: bool, interrupted: Callable[[], str | None]) -> Iterator[Callable[[Event], None]]:
+def shown(as_json: bool) -> Iterator[Callable[[Event], None]]:
     """A function that shows events: as JSON, as plain lines in a pipe, live on a terminal. Only one process shows."""
-    import sys
-
     from llmcli.distributed import rank
 
     if rank() != 0:
@@ -229,7 +246,7 @@ def shown(as_json: bool, interrupted: Callable[[], str | None]) -> Iterator[Call
     else:
         from rich.live import Live
 
-        screen = Screen(interrupted)
+        screen = Screen()
         with Live(screen, console=output.console(), refresh_per_second=4, redirect_stderr=False) as live:
 
             def show(event: Event) -> None:
@@ -288,8 +305,7 @@ def lines_of(event: Event) -> list[str]:
 class Screen:
     """The live display: what the last events said, drawn anew four times a second."""
 
-    def __init__(self, interrupted: Callable[[], str | None]) -> None:
-        self.interrupted = interrupted
+    def __init__(self) -> None:
         self.losses: list[float] = []
         self.seen: dict[str, Any] = {}
         self.began, self.first = time.monotonic(), 0
@@ -323,8 +339,7 @@ class Screen:
         at = step.step if step else start.step
         share = at / max(1, start.max_steps)
         left = self.time_left(at, start.max_steps)
-        state = "stopping after this step; again to leave at once" if self.interrupted() else left
-        grid.add_row("step", f"{at:,} of {start.max_steps:,}  {output.bar(share, 24):24} {share:.0%}  {state}")
+        grid.add_row("step", f"{at:,} of {start.max_steps:,}  {output.bar(share, 24):24} {share:.0%}  {left}")
         if step:
             width = max(8, min(48, options.max_width - 24))
             grid.add_row("loss", Text.assemble((f"{step.loss:.4f}", "bold"), f"  {sparkline(self.losses, width)}"))
@@ -345,7 +360,7 @@ class Screen:
                 f"mfu {step.mfu:.0%}  {size(step.memory)}",
             )
         if sample := self.seen.get("Sample"):
-            text = " ".join((sample.prompt + sample.text).split())
+            text = "".join(c if c.isprintable() else "·" for c in " ".join((sample.prompt + sample.text).split()))
             grid.add_row("writes", Text(text[: 2 * options.max_width], style="italic"))
         yield grid
 
