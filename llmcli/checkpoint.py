@@ -145,9 +145,9 @@ class Reader:
 
     def plan(self, path: Path, tie: Request = "auto", keep: Side | None = None) -> mapping.Plan:
         """As the module's `plan`, remembering the pickles it had to open."""
-        files = tensors.read_checkpoint(path, self._headers)
+        files = tensors.read_checkpoint(path, self.headers)
         hf = targets.read_hf_config(path)
-        made = mapping.plan(files, hf, str(path), request=tie, keep=keep, read=self._rows)
+        made = mapping.plan(files, hf, str(path), request=tie, keep=keep, read=self.rows)
         return msgspec.structs.replace(made, ignored=(*made.ignored, *sorted(set(self._beside))))
 
     def read(self, source: mapping.Source) -> Tensor:
@@ -174,7 +174,8 @@ class Reader:
         empty = torch.empty(0, dtype=dtype)
         return empty.set_(self._storages[info.file], info.start // dtype.itemsize, info.shape, strides)
 
-    def _headers(self, path: Path) -> dict[str, TensorInfo]:
+    def headers(self, path: Path) -> dict[str, TensorInfo]:
+        """The tensors of one file, a pickle or safetensors."""
         if path.suffix not in tensors.PICKLES:
             return tensors.read_header(path)
         values, beside = read_pickle(path)
@@ -186,7 +187,8 @@ class Reader:
             for size in [value.nbytes]
         }
 
-    def _rows(self, info: TensorInfo, start: int, stop: int) -> bytes:
+    def rows(self, info: TensorInfo, start: int, stop: int) -> bytes:
+        """As `tensors.read_rows`, of a pickle too."""
         if info.file in self._pickles:
             return bytes(_raw(self._pickles[info.file][info.name][start:stop]))
         return tensors.read_rows(info, start, stop)

@@ -157,7 +157,7 @@ def plan(
     family = families.get(hf.config.family)
     matched = match(checkpoint.infos, hf.config, where)
     sources = matched.sources
-    problems = _problems(matched)
+    problems = mismatches(matched)
     try:
         if not (problems and EMBEDDING in matched.found and HEAD in matched.found):
             tie = decide(_evidence(matched, hf, family.tied_in_hf, request, keep, read), request, keep)
@@ -247,7 +247,8 @@ def _evidence(
     )
 
 
-def _problems(matched: Match) -> list[str]:
+def mismatches(matched: Match) -> list[str]:
+    """Why a file does not hold what its config describes, a line for each kind; empty where it does."""
     problems = []
     if missing := matched.missing:
         problems.append(f"missing ({len(missing)}): {tensors.listing(grouped(missing))}")
@@ -277,12 +278,14 @@ def grouped(names: Iterable[str]) -> list[str]:
                 rest = (*numbers[:axis], "", *numbers[axis + 1 :])
                 merged.setdefault((text, rest), []).append(int(numbers[axis]))
         keys = whole + [
-            (text, (*rest[:axis], _ranges(numbers), *rest[axis + 1 :])) for (text, rest), numbers in merged.items()
+            (text, (*rest[:axis], ranges(numbers), *rest[axis + 1 :])) for (text, rest), numbers in merged.items()
         ]
     return ["".join(a + b for a, b in zip(text, (*numbers, ""), strict=True)) for text, numbers in keys]
 
 
-def _ranges(numbers: list[int]) -> str:
+def ranges(numbers: Iterable[int]) -> str:
+    """0, 1, 2 and 5 as `{0-2,5}`, one number as itself."""
+    numbers = list(numbers)
     runs: list[list[int]] = []
     for n in sorted(numbers):
         if runs and n == runs[-1][1] + 1:
