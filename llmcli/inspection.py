@@ -22,7 +22,7 @@ from llmcli import families, params, targets, tensors
 from llmcli.config import ModelConfig
 from llmcli.errors import CheckpointError, LlmcliError
 from llmcli.hf_config import HfConfig
-from llmcli.mapping import EMBEDDING, HEAD, HEAD_BIAS, Match, canonical, grouped, match
+from llmcli.mapping import EMBEDDING, HEAD, HEAD_BIAS, Match, canonical, grouped, match, mismatches, ranges
 from llmcli.tensors import Checkpoint, ReadRows, TensorInfo, read_rows
 from llmcli.tying import Decision, Evidence, Side, decide
 
@@ -175,7 +175,7 @@ def inspect(
     hf = None
     try:
         hf = targets.read_hf_config(path)
-        notes += hf.notes
+        notes += (*hf.notes, *hf.warnings)
     except LlmcliError as error:
         problems.append(_said(error))
         notes += _resembles(checkpoint.infos)
@@ -298,11 +298,6 @@ def tie_status(matched: Match, hf: HfConfig, *, full: bool = False, read: ReadRo
         rows=rows,
         reason="",
     )
-    if embedding and head and embedding.shape == head.shape and equal is None:
-        means = hf.config.tie_word_embeddings
-        said = f"two matrices in the file, not compared; the config {'ties' if means else 'does not tie'} them"
-        status = msgspec.structs.replace(status, reason=said)
-        return status if means else msgspec.structs.replace(status, decision="untie")
     try:
         tie = decide(
             Evidence(
@@ -315,7 +310,8 @@ def tie_status(matched: Match, hf: HfConfig, *, full: bool = False, read: ReadRo
             )
         )
     except LlmcliError as error:
-        return msgspec.structs.replace(status, reason=_said(error), refused=True)
+        # Two matrices that are not here are nobody's fault.
+        return msgspec.structs.replace(status, reason=_said(error), refused=bool(read) or not (embedding and head))
     return msgspec.structs.replace(status, decision=tie.decision, reason=tie.reason)
 
 
@@ -440,20 +436,10 @@ def _matrices(matched: Match, *, full: bool, read: ReadRows) -> tuple[MatrixHeal
 
 def _mismatches(matched: Match, infos: dict[str, TensorInfo], config: ModelConfig) -> list[str]:
     """What loading would refuse, a line each; the number of layers first, for it explains most of the rest."""
-    problems = []
     there = _layers(infos, config.family)
-    if there and (matched.missing or matched.left_over) and there != set(range(config.num_layers)):
-        problems.append(f"config.json says {config.num_layers} layers, the files hold {len(there)}: {_ranges(there)}")
-    for what, names in (
-        ("missing", matched.missing),
-        ("left over", matched.left_over),
-        ("not of a floating-point type", matched.not_floats),
-    ):
-        if names:
-            problems.append(f"{what} ({len(names)}): {', '.join(grouped(names))}")
-    if matched.misshapen:
-        problems.append(f"misshapen ({len(matched.misshapen)}): {'; '.join(matched.misshapen)}")
-    return problems
+    explained = there and (matched.missing or matched.left_over) and there != set(range(config.num_layers))
+    layers = f"config.json says {config.num_layers} layers, the files hold {len(there)}: {ranges(there)}"
+    return [*([layers] if explained else []), *mismatches(matched)]
 
 
 def _layers(infos: dict[str, TensorInfo], family: str) -> set[int]:
@@ -557,22 +543,10 @@ def fold(entries: Iterable[TensorEntry]) -> list[Folded]:
     for (pattern, *_), group in groups.items():
         numbers = zip(*(_NUMBER.findall(entry.name) for entry in group), strict=True)
         pieces = pattern.split("\0")
-        ranges = [_ranges(set(map(int, column))) for column in numbers]
-        name = "".join(piece + number for piece, number in zip(pieces, [*ranges, ""], strict=True))
+        shown = [ranges(set(map(int, column))) for column in numbers]
+        name = "".join(piece + number for piece, number in zip(pieces, [*shown, ""], strict=True))
         folded.append(Folded(name, tuple(group)))
     return folded
-
-
-def _ranges(numbers: set[int]) -> str:
-    """{0, 1, 2, 5} as `{0-2,5}`; one number as itself."""
-    runs: list[list[int]] = []
-    for n in sorted(numbers):
-        if runs and n == runs[-1][1] + 1:
-            runs[-1][1] = n
-        else:
-            runs.append([n, n])
-    text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-    return text if len(numbers) == 1 else f"{{{text}}}"
 
 
 def select(inspection: Inspection, patterns: Iterable[str]) -> tuple[TensorEntry, ...]:

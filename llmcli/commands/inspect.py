@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
+    from llmcli.checkpoint import Reader
     from llmcli.differences import Differences
     from llmcli.inspection import Inspection, MatrixHealth, TensorEntry, TieStatus
     from llmcli.tensors import TensorInfo
@@ -88,15 +89,23 @@ def run(
 class _Files:
     """Reads weights of either kind: safetensors as they are, PyTorch's pickles through torch, imported only then."""
 
+    def __init__(self) -> None:
+        self._reader: Reader | None = None
+
     def read_file(self, path: Path) -> dict[str, TensorInfo]:
         from llmcli import tensors
 
-        return tensors.read_header(path)
+        if path.suffix not in tensors.PICKLES:
+            return tensors.read_header(path)
+        from llmcli.checkpoint import Reader
+
+        self._reader = self._reader or Reader()
+        return self._reader.headers(path)
 
     def read_rows(self, info: TensorInfo, start: int, stop: int) -> bytes:
         from llmcli import tensors
 
-        return tensors.read_rows(info, start, stop)
+        return (self._reader.rows if self._reader else tensors.read_rows)(info, start, stop)
 
 
 def _compare(targets: tuple[str, str], paths: list[Path], patterns: list[str] | None) -> Differences:
