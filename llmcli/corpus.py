@@ -152,22 +152,35 @@ def _open(path: Path) -> BinaryIO:
         return bz2.open(path, "rb")  # type: ignore[return-value]
     if suffix == ".xz":
         return lzma.open(path, "rb")  # type: ignore[return-value]
-    if suffix == ".zst":
-        return _open_zstd(path)
     return path.open("rb")
 
 
-def _open_zstd(path: Path) -> BinaryIO:
+def _zstd(path: Path) -> Iterator[bytes]:
+    """The content of a zstd file, in one frame or several. Its package reads a file that is cut off without a word."""
     try:
         zstandard = importlib.import_module("zstandard")
     except ImportError:
         raise DataError(f"{path}: the package that reads zstd is not installed", 'pip install "llmcli[zstd]"') from None
-    stream: BinaryIO = zstandard.open(path, "rb", dctx=zstandard.ZstdDecompressor(), read_across_frames=True)
-    return stream
+    new_frame = zstandard.ZstdDecompressor().decompressobj
+    with path.open("rb") as file:
+        frame, inside = new_frame(), False
+        try:
+            while raw := file.read(CHUNK):
+                while raw:
+                    yield frame.decompress(raw)
+                    raw, inside = frame.unused_data, not frame.eof
+                    frame = frame if inside else new_frame()
+        except zstandard.ZstdError as error:
+            raise EOFError(error) from None
+    if inside:
+        raise EOFError("it ends inside a frame")
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
     try:
+        if path.suffix.lower() == ".zst":
+            yield from _zstd(path)
+            return
         with _open(path) as file:
             while chunk := file.read(CHUNK):
                 yield chunk
@@ -179,10 +192,6 @@ def _chunks(path: Path) -> Iterator[bytes]:
         raise DataError(
             f"{path}: cannot be read ({error.strerror or error})", "Check the file and its permissions."
         ) from None
-    except Exception as error:
-        if type(error).__name__ != "ZstdError":
-            raise
-        raise DataError(f"{path}: damaged ({error})", "It is truncated or not what its name says.") from None
 
 
 def _text(path: Path, encoding: str) -> Iterator[str]:
