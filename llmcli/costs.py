@@ -113,7 +113,10 @@ def training_memory(config: ModelConfig, *, dtype: Dtype, context: int, batch: i
     with gradients in half precision too). Activations and logits: `activation_bytes`, `logits_bytes`.
 
     `total` is the sum of the lines: what a step needs while gradients accumulate. Without accumulation gradients come
-    as activations go, and the peak is lower, by at most the size of the gradients.
+    as activations go, and the peak may be lower, by at most the size of the gradients. Resident memory of real float32
+    steps (four families of 6 to 17 million parameters, batch 4 and 8, context 256, with and without accumulation) peaked
+    within 6 % of `total`, and within 4 % of `total_chunked`, but for one case of 16 % below it (a tied V of 50,257
+    without accumulation). In bfloat16 under eager autocast the peak is 9 to 15 % above either: see `activation_bytes`.
     """
     stored = 4 * params.count(config).total
     copies = 0 if dtype == "float32" else BYTES[dtype] * _matrices(config)
@@ -192,12 +195,16 @@ def logits_bytes(config: ModelConfig, *, dtype: Dtype, tokens: int) -> int:
 
 
 def chunked_logits_bytes(config: ModelConfig, *, dtype: Dtype, tokens: int) -> int:
-    """The same by a loss that works on a few rows of logits at a time and leaves their gradients behind (loss.py).
+    """The same by a loss that works on a few rows of logits at a time and leaves gradients instead (loss.py).
 
-    One buffer serves every chunk, so this does not grow with batch or context (the idea of arXiv:2411.09009).
+    One buffer serves every chunk, whatever batch and context (the idea of arXiv:2411.09009). Beside it stand what the
+    loss leaves, the gradients by the states (N, d) and by the head's matrix (V, d), in float32, and below float32 the
+    matrix in `dtype`.
     """
-    row = config.vocab_size * BYTES[dtype]
-    return min(tokens, max(LEAST_ROWS, LOGITS_BUFFER // row)) * row
+    size = BYTES[dtype]
+    row, matrix = config.vocab_size * size, config.vocab_size * config.embed_dim
+    buffer = min(tokens, max(LEAST_ROWS, LOGITS_BUFFER // row)) * row
+    return buffer + 4 * tokens * config.embed_dim + matrix * (4 if size == 4 else 4 + size)
 
 
 def flops(config: ModelConfig, *, context: int) -> Flops:
