@@ -35,6 +35,8 @@ def open_model(
     tie: Literal["auto", "tie", "untie"] = "auto",
     keep: Literal["input", "output"] | None = None,
     dtype: str | None = None,
+    revision: str | None = None,
+    offline: bool = False,
 ) -> tuple[Decoder, Plan]:
     """The model of a checkpoint that a command was given, in eval mode, and how it was found; warnings go to stderr.
 
@@ -44,7 +46,8 @@ def open_model(
     from llmcli.output import warn
     from llmcli.targets import find_checkpoint
 
-    model, plan = checkpoints.load(find_checkpoint(checkpoint), dtype=dtype, tie=tie, keep=keep)
+    path = find_checkpoint(checkpoint, revision=revision, offline=offline)
+    model, plan = checkpoints.load(path, dtype=dtype, tie=tie, keep=keep)
     for warning in plan.warnings:
         warn(warning)
     return model, plan

@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import typer
 
-from llmcli.commands import AsJson, Keep, Tie
-from llmcli.output import emit, quantity
+from llmcli.commands import AsJson, Keep, Offline, Revision, Tie
+from llmcli.output import emit, progress, quantity, warn
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from rich.console import RenderableType
 
     from llmcli.mapping import Plan
+    from llmcli.verify import Verification
 
 Source = Annotated[
-    str, typer.Argument(metavar="SOURCE", help="A checkpoint: a folder, or one .safetensors file in it.")
+    str,
+    typer.Argument(metavar="SOURCE", help="A checkpoint: a folder, a file of weights in it, or org/name on the Hub."),
 ]
 Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Write a clean checkpoint here.")]
 Check = Annotated[bool, typer.Option("--check", help="Stop after the headers: read no weights.")]
+Verify = Annotated[bool, typer.Option("--verify", help="Compare logits with transformers, where it is installed.")]
 Dtype = Annotated[str | None, typer.Option(metavar="TYPE", help="Convert to float32, bfloat16 or float16.")]
+Head = Annotated[
+    Literal["none", "copy"],
+    typer.Option(help="copy: write a tied output a second time, for tools that look for it by name."),
+]
+ShardSize = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Split the weights into files of at most this size (5GB, 500MB).")
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace the checkpoint that is already at --out.")]
 
 
 class TieReport(msgspec.Struct, frozen=True):
@@ -31,8 +45,8 @@ class TieReport(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Report(msgspec.Struct, frozen=True):
-    """What a checkpoint holds and what became of it."""
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint holds and what became of it; `verify` only where it was asked for."""
 
     family: str
     parameters: int
@@ -40,65 +54,212 @@ class Report(msgspec.Struct, frozen=True):
     ignored: tuple[str, ...]
     warnings: tuple[str, ...]
     out: str | None
+    verify: Verification | msgspec.UnsetType = msgspec.UNSET
 
 
 def run(
     source: Source,
     out: Out = None,
     check: Check = False,
+    verify: Verify = False,
     tie: Tie = "auto",
     keep: Keep = None,
     dtype: Dtype = None,
+    head: Head = "none",
+    shard_size: ShardSize = None,
+    force: Force = False,
+    revision: Revision = None,
+    offline: Offline = False,
     as_json: AsJson = False,
 ) -> None:
     """Check a checkpoint against its family, load it, and say how; --out writes it clean.
 
-    Example: llmcli load-hf ./gpt2 --out gpt2-untied --tie untie
-    """
-    from llmcli.targets import find_checkpoint
+    Nothing is filled in and nothing dropped unsaid: what does not fit is refused, and all of it is named.
 
-    path = find_checkpoint(source)
+    Example: llmcli load-hf ./gpt2 --tie untie --out ./gpt2-untied
+    """
+    from llmcli import targets
+
+    _refuse_combinations(out, check, verify, dtype, head, shard_size, force)
+    verification: Verification | None = None
+    warnings: list[str] = []
     if check:
+        plan = _plan(source, tie, keep, revision, offline)
+    else:
+        shard_bytes = parse_size(shard_size) if shard_size else None
+        path = targets.find_checkpoint(source, revision=revision, offline=offline)
+        if out:
+            _refuse_target(path, out, force)
+        plan, warnings = _load(path, out, tie, keep, dtype, head, shard_bytes)
+        if verify:
+            from llmcli.verify import verify as compare
+
+            verification = compare(path, out, tie=tie, keep=keep)
+    report = summary(plan, warnings, out, verification)
+    if as_json:
+        for warning in report.warnings:
+            warn(warning)
+    emit(report, lambda result: view(result, plan.notes), as_json)
+    if verification and not verification.agrees:
+        from llmcli.errors import CheckpointError
+
+        raise CheckpointError(
+            f"llmcli's logits and transformers' differ by {verification.max_difference:.3g}",
+            "One of the two reads the checkpoint wrongly; what transformers said of it is above.",
+        )
+
+
+def _refuse_combinations(
+    out: Path | None, check: bool, verify: bool, dtype: str | None, head: str, shard_size: str | None, force: bool
+) -> None:
+    from llmcli.errors import UsageError
+
+    needs_out = {"--head copy": head == "copy", "--shard-size": shard_size is not None, "--force": force}
+    for option, given in needs_out.items():
+        if given and out is None:
+            raise UsageError(f"{option} says how to write, and nothing is written", "Add --out DIR.")
+    for option, given in {"--out": out is not None, "--verify": verify, "--dtype": dtype is not None}.items():
+        if check and given:
+            raise UsageError(f"--check reads no weights, {option} needs them", "Leave one of them out.")
+
+
+def _refuse_target(source: Path, out: Path, force: bool) -> None:
+    """Refuse an output folder whose replacement would lose something."""
+    from llmcli.errors import UsageError
+
+    target, origin = out.resolve(), source.resolve()
+    if target == origin or target in origin.parents:
+        raise UsageError(
+            f"--out {out}: the source itself is there", "A source is never overwritten: name a new folder."
+        )
+    if target.is_dir() and any(target.iterdir()) and not force:
+        raise UsageError(f"--out {out}: is there already", "Name a new folder, or replace the checkpoint with --force.")
+
+
+def _plan(source: str, tie: Tie, keep: Keep, revision: str | None, offline: bool) -> Plan:
+    """How the checkpoint would be loaded; of one on the Hub only the headers are fetched, and torch is not needed."""
+    from llmcli import mapping, targets, tensors
+
+    path = None if targets.repo_id(source, revision) else targets.find_checkpoint(source)
+    if path and any(file.suffix in tensors.PICKLES for file in tensors.find_files(path).paths):
         from llmcli import checkpoint
 
-        emit(report(checkpoint.plan(path, tie, keep), None), view, as_json)
-        return
+        return checkpoint.plan(path, tie, keep)
+    headers = targets.read_headers(source, revision=revision, offline=offline)
+    hf = targets.read_hf_config(headers.path)
+    read = tensors.read_rows if headers.here else None
+    return mapping.plan(headers.checkpoint, hf, source, request=tie, keep=keep, read=read)
+
+
+def _load(
+    path: Path, out: Path | None, tie: Tie, keep: Keep, dtype: str | None, head: str, shard_bytes: int | None
+) -> tuple[Plan, list[str]]:
+    """Load, look at every value once, and write; how it was loaded, and what is wrong with values."""
     from llmcli import checkpoint
 
     model, plan = checkpoint.load(path, dtype=dtype, tie=tie, keep=keep)
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    counts: dict[str, tuple[int, int]] = {}
+    with progress("reading", size, "B") as advance:
+        for finding in checkpoint.findings(model, plan):
+            nan, infinite = counts.get(finding.name, (0, 0))
+            counts[finding.name] = nan + finding.nan, infinite + finding.infinite
+            advance(finding.size)
     if out:
-        checkpoint.save(model, out)
-    emit(report(plan, out), view, as_json)
+        with progress("writing", size, "B") as advance:
+            checkpoint.save(
+                model,
+                out,
+                head_copy=head == "copy",
+                extra_config=_carried_keys(path),
+                extra_files=lambda folder: checkpoint.carry(path, folder),
+                shard_bytes=shard_bytes or checkpoint.SHARD_BYTES,
+                on_bytes=advance,
+            )
+    return plan, _not_finite(counts)
 
 
-def report(plan: Plan, out: Path | None) -> Report:
-    """A plan as the command shows it."""
+def _not_finite(counts: dict[str, tuple[int, int]]) -> list[str]:
+    """One line for each tensor with values that are no numbers."""
+    return [
+        f"{name} holds " + " and ".join(f"{n:,} {what}" for n, what in ((nan, "NaN"), (infinite, "infinite")) if n)
+        for name, (nan, infinite) in counts.items()
+        if nan or infinite
+    ]
+
+
+def _carried_keys(path: Path) -> dict[str, Any]:
+    """What of the source's config.json goes along although the model has no use for it."""
+    from llmcli import config, tensors
+    from llmcli.checkpoint import CARRIED_KEYS
+
+    file = tensors.inside(path if path.is_dir() else path.parent, "config.json")
+    table = config.read_table(file) if file else {}
+    inner = table.get("text_config")
+    table = {**table, **inner} if isinstance(inner, dict) else table
+    ids = {key: table[key] for key in CARRIED_KEYS if key in table}
+    return {k: v for k, v in ids.items() if all(type(n) is int for n in (v if isinstance(v, list) else [v]))}
+
+
+def parse_size(text: str) -> int:
+    """ "5GB", "500 MB", "4096": a number of bytes (powers of ten). Raises UsageError."""
+    from llmcli.errors import UsageError
+
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgG]?)[bB]?\s*", text)
+    factor = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+    size = int(float(found[1]) * factor[found[2].lower()]) if found else 0
+    if size < 1:
+        raise UsageError(f"--shard-size {text}: not a size", "For example 5GB or 500MB.")
+    return size
+
+
+def summary(
+    plan: Plan, warnings: Iterable[str] = (), out: Path | None = None, verification: Verification | None = None
+) -> Report:
+    """A plan, and what was found on the way, as the command shows it."""
     from llmcli.params import count
 
+    remarks = verification.remarks if verification else ()
     return Report(
         family=plan.config.family,
         parameters=count(plan.config).total,
         tie=TieReport(plan.tie.decision, plan.tie.reason),
         ignored=plan.ignored,
-        warnings=plan.warnings,
+        warnings=(*plan.warnings, *warnings, *remarks),
         out=str(out) if out else None,
+        verify=verification or msgspec.UNSET,
     )
 
 
-def view(report: Report) -> RenderableType:
+def view(report: Report, notes: Iterable[str] = ()) -> RenderableType:
     """One line a fact."""
     from rich.table import Table
+    from rich.text import Text
+
+    from llmcli.mapping import grouped
 
     table = Table.grid(padding=(0, 2))
-    table.add_row("family", report.family)
-    table.add_row("parameters", f"{report.parameters:,} ({quantity(report.parameters)})")
-    table.add_row("output", f"{'tied' if report.tie.decision == 'tie' else 'untied'}: {report.tie.reason}")
-    if report.ignored:
-        from llmcli.mapping import grouped
 
-        table.add_row("ignored", ", ".join(grouped(report.ignored)))
-    for warning in report.warnings:
-        table.add_row("[yellow]warning[/]", warning)
+    def row(label: str, text: str, style: str = "") -> None:
+        table.add_row(Text(label, style), Text(text))
+
+    row("family", report.family)
+    row("parameters", f"{report.parameters:,} ({quantity(report.parameters)})")
+    row("output", f"{'tied' if report.tie.decision == 'tie' else 'untied'}: {report.tie.reason}")
+    if report.ignored:
+        row("ignored", ", ".join(grouped(report.ignored)))
+    for text in notes:
+        row("note", text, "cyan")
+    for text in report.warnings:
+        row("warning", text, "yellow")
+    if report.verify:
+        found = report.verify
+        row(
+            "verified" if found.agrees else "differs",
+            f"largest difference of logits from transformers {found.max_difference:.3g} "
+            f"(largest logit {found.max_logit:.3g}, {found.tokens} positions)",
+            "green" if found.agrees else "red",
+        )
     if report.out:
-        table.add_row("written to", report.out)
+        row("written to", report.out)
     return table
