@@ -114,8 +114,8 @@ def training_memory(config: ModelConfig, *, dtype: Dtype, context: int, batch: i
 
     `total` is the sum of the lines: what a step needs while gradients accumulate. Without accumulation gradients come
     as activations go, and the peak may be lower, by at most the size of the gradients. Resident memory of real float32
-    steps (four families of 6 to 17 million parameters, batch 4 and 8, context 256, with and without accumulation) peaked
-    within 6 % of `total`, and within 4 % of `total_chunked`, but for one case of 16 % below it (a tied V of 50,257
+    steps (four families, 6 to 17 million parameters, batch 4 and 8, context 256, with and without accumulation) peaked
+    within 6 % of `total`, and within 4 % of `total_chunked` but for one case of 16 % below it (a tied V of 50,257
     without accumulation). In bfloat16 under eager autocast the peak is 9 to 15 % above either: see `activation_bytes`.
     """
     stored = 4 * params.count(config).total
