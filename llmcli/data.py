@@ -398,8 +398,8 @@ def permuted(index: npt.NDArray[np.uint64], size: int, key: npt.NDArray[np.uint6
     while outside.any():
         left, right = result[outside] >> half, result[outside] & mask
         keys = np.broadcast_to(key, index.shape)[outside]
-        for turn in range(6):
-            left, right = right, left ^ (_mix(right, keys + np.uint64(turn)) & mask)
+        for turn in np.arange(8, dtype=np.uint64)[:, None]:
+            left, right = right, left ^ (_mix(right, _mix(keys, turn)) & mask)
         result[outside] = (left << half) | right
         outside = result >= np.uint64(size)
     return result

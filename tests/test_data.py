@@ -1,0 +1,354 @@
+"""Tokens on disk and batches from them: made once, the same for the same text, in an order that needs no memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmcli import corpus, data, tokenizer
+from llmcli.config import DataConfig
+from llmcli.corpus import Piece, Survey
+from llmcli.errors import DataError, TokenizerError, UsageError
+
+SHAKESPEARE = Path(__file__).parents[2] / "shared" / "data" / "tinyshakespeare.txt"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "llmcli"
+
+
+def prepared(tmp_path: Path, vocab_size: int = 300, **changes: object) -> data.Data:
+    return data.finished(data.prepare(DataConfig(**changes), vocab_size, tmp_path / "fallback"))
+
+
+def write(path: Path, text: str) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+# What is tokenised
+
+
+def test_one_text_is_cut_at_the_character_that_nanogpt_cuts_it(tmp_path: Path) -> None:
+    text = "".join(chr(97 + i % 26) for i in range(1234))
+    made = prepared(tmp_path, path=write(tmp_path / "a.txt", text), tokenizer="char")
+    both = [made.tokenizer.decode(part) for part in (made.train, made.validation)]
+    assert both == [text[: int(1234 * 0.9)], text[int(1234 * 0.9) :]]
+
+
+@pytest.mark.skipif(not SHAKESPEARE.exists(), reason="Tiny Shakespeare is not here")
+def test_tiny_shakespeare_by_characters_is_nanogpts_data(tmp_path: Path) -> None:
+    made = prepared(tmp_path, path=str(SHAKESPEARE), tokenizer="char")
+    assert (made.tokenizer.size, len(made.train), len(made.validation)) == (65, 1_003_854, 111_540)
+    text = SHAKESPEARE.read_text(encoding="utf-8")
+    table = {character: id for id, character in enumerate(sorted(set(text)))}
+    assert made.train[:1000].tolist() == [table[character] for character in text[:1000]]
+    assert made.validation[-9:].tolist() == [table[character] for character in text[-9:]]
+
+
+def test_documents_stay_whole_and_end_in_the_end_token(tmp_path: Path) -> None:
+    texts = [f"document {n:02} " * 5 for n in range(20)]
+    for n, text in enumerate(texts):
+        write(tmp_path / "texts" / f"{n:02}.txt", text)
+    made = prepared(tmp_path, path=str(tmp_path / "texts"), tokenizer="byte")
+    end = made.tokenizer.eos_id
+    parts = [bytes(id if id != end else 0 for id in part).decode() for part in (made.train, made.validation)]
+    assert parts[0].split("\0")[:-1] + parts[1].split("\0")[:-1] == texts
+    assert [part[-1] for part in parts] == ["\0", "\0"]
+    assert parts[1].count("\0") == 2
+
+
+def test_a_single_text_is_not_closed(tmp_path: Path) -> None:
+    made = prepared(tmp_path, path=write(tmp_path / "a.txt", "abc" * 50), tokenizer="byte")
+    assert made.tokenizer.eos_id not in [*made.train, *made.validation]
+
+
+def test_where_the_last_document_would_take_all_the_tail_it_is_cut(tmp_path: Path) -> None:
+    write(tmp_path / "texts" / "a.txt", "short")
+    write(tmp_path / "texts" / "b.txt", "x" * 995)
+    made = prepared(tmp_path, path=str(tmp_path / "texts"), tokenizer="byte")
+    assert len(made.validation) == 100 + 1
+    assert len(made.train) == 900 + 1
+
+
+def test_a_validation_text_of_its_own_leaves_the_training_text_whole(tmp_path: Path) -> None:
+    train, held_out = write(tmp_path / "a.txt", "a" * 100), write(tmp_path / "b.txt", "b" * 50)
+    made = prepared(tmp_path, path=train, validation_path=held_out, tokenizer="byte")
+    assert set(made.train) == {ord("a"), 256} and set(made.validation) == {ord("b"), 256}
+    assert made.info.train == data.Part(101, 100)
+    assert made.info.validation == data.Part(51, 50)
+
+
+def test_a_bpe_learns_from_the_training_text_alone(tmp_path: Path) -> None:
+    train, held_out = write(tmp_path / "a.txt", "the cat " * 50), write(tmp_path / "b.txt", "zebra " * 50)
+    made = prepared(tmp_path, path=train, validation_path=held_out, tokenizer="bpe")
+    assert made.tokenizer.id("Ġcat") is not None
+    assert made.tokenizer.id("Ġzebra") is None
+
+
+def test_a_tokenizer_of_characters_knows_the_validation_text_too(tmp_path: Path) -> None:
+    train, held_out = write(tmp_path / "a.txt", "abc"), write(tmp_path / "b.txt", "xyz")
+    assert prepared(tmp_path, path=train, validation_path=held_out, tokenizer="char").tokenizer.size == 6
+
+
+def test_bos_stands_once_before_each_document_where_the_tokenizer_adds_it(tmp_path: Path) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    by = tokenizer.train_bpe(["one two three " * 20], 280)
+    by.backend.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+    by.save(tmp_path / "tokenizer")
+    (tmp_path / "a.jsonl").write_text('{"text": "one two"}\n' * 10)
+    made = prepared(tmp_path, path=str(tmp_path / "a.jsonl"), tokenizer=str(tmp_path / "tokenizer"))
+    assert made.tokenizer.add_bos
+    first = made.tokenizer.encode("one two", special=False)
+    # As it comes, the same token ends a document.
+    assert made.train.tolist() == [0, *first, 0] * 9
+
+
+@pytest.mark.parametrize("kind", ["byte", "char", "bpe"])
+def test_a_text_longer_than_a_batch_is_encoded_as_if_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(data, "BATCH", 100)
+    monkeypatch.setattr(corpus, "CHUNK", 70)
+    text = "It was the best of times, it was the worst of times.\n\n  x\t y <|endoftext|> é🙂 " * 30
+    made = prepared(tmp_path, path=write(tmp_path / "a.txt", text), tokenizer=kind)
+    cut = int(len(text) * 0.9)
+    assert made.train.tolist() == made.tokenizer.encode(text[:cut], special=False)
+    assert made.validation.tolist() == made.tokenizer.encode(text[cut:], special=False)
+
+
+def test_a_tokenizer_that_may_not_be_cut_gets_documents_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tokenizers import Tokenizer, models, normalizers
+
+    monkeypatch.setattr(data, "BATCH", 50)
+    monkeypatch.setattr(corpus, "CHUNK", 40)
+    backend = Tokenizer(models.BPE(vocab={"▁": 0, "a": 1, "b": 2, "▁a": 3}, merges=[("▁", "a")]))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    text = "ab ab ba " * 40
+    made = prepared(tmp_path, path=write(tmp_path / "a.txt", text), tokenizer=str(tmp_path / "tokenizer.json"))
+    assert made.train.tolist() == made.tokenizer.encode(text[:324])
+
+
+def test_ids_past_65535_are_kept(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    names = {chr(0x4E00 + i) if i else "a": i for i in range(3)} | {"b": 70_000}
+    backend = Tokenizer(models.BPE(vocab=names, merges=[]))
+    backend.save(str(tmp_path / "tokenizer.json"))
+    made = prepared(tmp_path, path=write(tmp_path / "a.txt", "ab" * 20), tokenizer=str(tmp_path / "tokenizer.json"))
+    assert made.info.itemsize == 4
+    assert made.train[:4].tolist() == [0, 70_000] * 2
+
+
+def test_a_character_that_the_tokenizer_does_not_know_is_refused(tmp_path: Path) -> None:
+    tokenizer.characters(["abc"]).save(tmp_path / "abc")
+    with pytest.raises(TokenizerError, match="'d'"):
+        prepared(tmp_path, path=write(tmp_path / "a.txt", "abcd" * 9), tokenizer=str(tmp_path / "abc"))
+
+
+def test_a_tokenizer_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such tokenizer"):
+        prepared(tmp_path, tokenizer="bpee")
+
+
+# Once
+
+
+def test_the_same_text_is_tokenised_once_wherever_it_lies(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "the quick brown fox " * 30
+    first = prepared(tmp_path, path=write(tmp_path / "a.txt", text))
+    monkeypatch.setattr(data, "_tokenise", None)
+    monkeypatch.setattr(tokenizer, "train_bpe", None)
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    second = prepared(tmp_path, path=str(tmp_path / "b.txt"))
+    assert first.fingerprint == second.fingerprint
+    assert np.array_equal(first.train, second.train)
+    assert isinstance(second.train, np.memmap)
+
+
+@pytest.mark.parametrize(
+    "change", [{"text": "b"}, {"validation_fraction": 0.2}, {"tokenizer": "char"}, {"vocab_size": 290}]
+)
+def test_what_changes_the_tokens_changes_the_fingerprint(tmp_path: Path, change: dict[str, object]) -> None:
+    base: dict[str, object] = {"text": "a", "vocab_size": 270}
+
+    def fingerprint(values: dict[str, object]) -> str:
+        values = dict(values)
+        path = write(
+            tmp_path / "a.txt", f"words and words {values.pop('text')}, the many other words that make up a text " * 20
+        )
+        return prepared(tmp_path, path=path, **values).fingerprint  # type: ignore[arg-type]
+
+    assert fingerprint(base) != fingerprint({**base, **change})
+
+
+@pytest.mark.parametrize("damage", ["truncate", "info", "remove"])
+def test_a_damaged_cache_is_made_anew(tmp_path: Path, cache: Path, damage: str) -> None:
+    path = write(tmp_path / "a.txt", "some text " * 50)
+    first = prepared(tmp_path, path=path)
+    wanted = first.train.tolist()
+    folder = next((cache / "tokens").iterdir())
+    if damage == "truncate":
+        os.truncate(folder / "train.bin", 10)
+    elif damage == "info":
+        (folder / "info.json").write_text("{")
+    else:
+        (folder / "validation.bin").unlink()
+    assert prepared(tmp_path, path=path).train.tolist() == wanted
+
+
+def test_a_preparation_that_was_killed_leaves_nothing_that_is_taken_for_whole(tmp_path: Path, cache: Path) -> None:
+    path = write(tmp_path / "a.txt", "some text " * 50)
+    preparing = data.prepare(DataConfig(path=path, tokenizer="byte"), 300, tmp_path)
+    while next(preparing).what != "tokenising":
+        pass
+    preparing.close()
+    assert [folder.name for folder in (cache / "tokens").iterdir()] == []
+    assert len(prepared(tmp_path, path=path, tokenizer="byte").train) == 450
+
+
+def test_where_the_cache_cannot_be_written_the_runs_own_folder_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    prepared(tmp_path)
+    assert (tmp_path / "fallback" / "tokens").is_dir()
+
+
+def test_where_nothing_can_be_written_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(DataError, match="no place for the tokens"):
+        data.finished(data.prepare(DataConfig(), 300, tmp_path / "file" / "x"))
+
+
+def test_progress_is_told_in_characters(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", "word " * 100)
+    told = list(data.prepare(DataConfig(path=path), 300, tmp_path))
+    assert [p.what for p in told] == ["reading", "learning the tokenizer", "tokenising"]
+    assert (told[-1].done, told[-1].total) == (500, 500)
+
+
+# Batches
+
+
+@given(size=st.integers(1, 3000), key=st.integers(0, 2**64 - 1))
+@settings(max_examples=60, deadline=None)
+def test_the_shuffle_is_a_permutation_of_any_size(size: int, key: int) -> None:
+    index = np.arange(size, dtype=np.uint64)
+    shuffled = data.permuted(index, size, np.array([key], dtype=np.uint64))
+    assert np.array_equal(np.sort(shuffled), index)
+
+
+def test_the_shuffle_is_even() -> None:
+    # Where each of 8 items lands over 4,000 keys: 64 cells of 500 each, chi-squared of 49 degrees of freedom.
+    keys = np.arange(4000, dtype=np.uint64)
+    table = np.array(
+        [np.bincount(data.permuted(np.full(4000, i, np.uint64), 8, keys).astype(int), minlength=8) for i in range(8)]
+    )
+    assert ((table - 500) ** 2 / 500).sum() < 95  # beyond is less than one in 10,000
+
+
+def test_an_epoch_visits_each_window_once_and_each_epoch_in_its_own_order() -> None:
+    tokens, context = 1000, 7
+    size = data.windows(tokens, context)
+    assert size == 142  # 142 · 7 + 1 = 995 ≤ 1000
+    orders = [data.starts(tokens, context, epoch * size, size, 5, "windows") for epoch in range(3)]
+    for order in orders:
+        assert sorted(order) == list(range(0, 994, 7))
+    assert not np.array_equal(orders[0], orders[1]) and not np.array_equal(orders[1], orders[2])
+
+
+def test_no_sequence_leaves_the_text_and_its_last_token_is_reached() -> None:
+    tokens = np.arange(50, dtype=np.uint16)
+    for shuffle in ("windows", "random"):
+        begin = data.starts(50, 7, 0, 3000, 1, shuffle)
+        both = data.sequences(tokens, 7, begin)
+        assert both.shape == (3000, 8)
+        assert np.array_equal(both, begin[:, None] + np.arange(8))
+        assert both.min() == 0 and both.max() == 49
+    assert set(begin) == set(range(43))  # random: anywhere
+
+
+@given(first=st.integers(0, 10**9), parts=st.lists(st.integers(1, 9), min_size=1, max_size=5))
+@settings(max_examples=40, deadline=None)
+def test_a_step_is_the_same_however_it_is_divided(first: int, parts: list[int]) -> None:
+    for shuffle in ("windows", "random"):
+        whole = data.starts(12_345, 10, first, sum(parts), 3, shuffle)
+        places = np.cumsum([0, *parts])
+        pieces = [data.starts(12_345, 10, first + int(at), n, 3, shuffle) for at, n in zip(places, parts, strict=False)]
+        assert np.array_equal(whole, np.concatenate(pieces))
+
+
+def test_another_seed_is_another_order() -> None:
+    for shuffle in ("windows", "random"):
+        assert not np.array_equal(*(data.starts(9999, 10, 0, 50, seed, shuffle) for seed in (1, 2)))
+
+
+@pytest.mark.parametrize("length", [2, 9, 10, 11, 100, 101, 102])
+def test_evaluation_predicts_every_token_once(length: int) -> None:
+    tokens = np.arange(1000, 1000 + length, dtype=np.uint16)
+    seen = []
+    for both in data.held_out(tokens, 10, 4, 0):
+        assert both.shape == (4, 11)
+        targets, inputs = both[:, 1:], both[:, :-1]
+        counted = targets != -100
+        assert np.array_equal(inputs[counted] + 1, targets[counted])
+        seen += targets[counted].tolist()
+    assert seen == list(range(1001, 1000 + length))
+
+
+def test_a_limited_evaluation_is_spread_over_the_text() -> None:
+    batches = list(data.held_out(np.arange(10_001, dtype=np.uint16), 10, 4, 8))
+    first = np.concatenate(batches)[:, 0]
+    assert len(batches) == 2 and first[0] == 0 and first[-1] == 9990
+    assert np.ptp(np.diff(first)) <= 10
+
+
+def test_processes_share_the_evaluation_in_the_same_number_of_rounds() -> None:
+    tokens = np.arange(51, dtype=np.uint16)
+    shares = [list(data.shared(data.held_out(tokens, 10, 1, 0), rank, 3)) for rank in range(3)]
+    assert [len(share) for share in shares] == [2, 2, 2]
+    counted = [row[0, 0] for share in shares for row in share if (row != -100).any()]
+    assert sorted(counted) == [0, 10, 20, 30, 40]
+
+
+def test_a_text_that_is_too_short_is_refused_with_the_largest_context_that_fits(tmp_path: Path) -> None:
+    made = prepared(tmp_path, path=write(tmp_path / "a.txt", "a" * 20), tokenizer="byte")
+    with pytest.raises(DataError, match="training text has 18 tokens; a context of 18 needs 19") as caught:
+        data.check_length(made, 18)
+    assert "train.context=17" in caught.value.hint
+    data.check_length(made, 17)
+
+
+def test_a_validation_text_without_a_prediction_is_refused(tmp_path: Path) -> None:
+    made = prepared(tmp_path, path=write(tmp_path / "a.txt", "a" * 10), tokenizer="byte")
+    with pytest.raises(DataError, match="validation text has 1 tokens"):
+        data.check_length(made, 4)
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.5, 0.7])
+def test_dividing_loses_no_character(fraction: float) -> None:
+    pieces = [Piece("abc", False), Piece("de", True), Piece("f", True), Piece("ghij", False), Piece("klm", True)]
+    for whole in (pieces, [*pieces[:2]]):
+        text = "".join(piece.text for piece in whole)
+        ends = [i for i, piece in enumerate(whole) if piece.ends]
+        last = len("".join(piece.text for piece in whole[: ends[-2] + 1])) if len(ends) > 1 else 0
+        seen = Survey(len(ends), len(text), len(text), last, "")
+        parts = list(data.divide(iter(whole), seen, fraction))
+        assert "".join(piece.text for _, piece in parts) == text
+        held_out = [held_out for held_out, _ in parts]
+        assert held_out == sorted(held_out) and set(held_out) == {False, True}
