@@ -23,6 +23,7 @@ from llmcli.layers import (
     GatedFeedForward,
     NormAfterSumBlock,
     RMSNorm,
+    Rotary,
     softcap,
     visible,
 )
@@ -87,7 +88,7 @@ class _Turns:
 
     def half(self, kind: str) -> int:
         """How many pairs of a head's dimensions turn."""
-        return len(self._rotary[kind].frequencies)
+        return len(cast(Rotary, self._rotary[kind]).frequencies)
 
     def move(self, position: int, places: int | Tensor) -> None:
         """Go on to the position that is `places` in the rows."""
@@ -114,12 +115,16 @@ def _linear(weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> R
     return lambda x: torch.addmm(bias, x, turned, out=out)
 
 
-def _adding(linear: nn.Linear, x: Tensor) -> Rows:
-    """x += linear(y), without a tensor in between; gives back x."""
-    turned, bias = linear.weight.detach().t(), None if linear.bias is None else linear.bias.detach()
+def _adding(weight: Tensor, bias: Tensor | None, x: Tensor) -> Rows:
+    """x += y @ weight.T + bias, without a tensor in between; gives back x."""
+    turned, bias = weight.detach().t(), None if bias is None else bias.detach()
     if bias is None:
         return lambda y: x.addmm_(y, turned)
     return lambda y: x.addmm_(y, turned).add_(bias)
+
+
+def _out(linear: nn.Linear, x: Tensor, adding: bool) -> Rows:
+    return _adding(linear.weight, linear.bias, x) if adding else _linear(linear.weight, linear.bias)
 
 
 def _norm(norm: nn.Module | None, x: Tensor) -> Rows:
@@ -172,9 +177,10 @@ def _attention(attention: Attention, cache: LayerCache, x: Tensor, turns: _Turns
     q_dim, kv_dim = attention.q.out_features, attention.k.out_features
     # Queries, keys and values lie side by side: what turns is one view, what is remembered another.
     room = x.new_empty(batch * (q_dim + 2 * kv_dim))
-    q, k, v = (part.view(batch, -1) for part in room.split([batch * q_dim, batch * kv_dim, batch * kv_dim]))
-    heads = room[: batch * (q_dim + kv_dim)].view(-1, size)
-    both = room[batch * q_dim :].view(2, batch, -1, size)
+    ends = batch * q_dim, batch * (q_dim + kv_dim)
+    q, k, v = (part.view(batch, -1) for part in room.tensor_split(ends))
+    heads = room[: ends[1]].view(-1, size)
+    both = room[ends[0] :].view(2, batch, -1, size)
     by_group = q.view(batch, kv_dim // size, -1, size)  # the queries of a group stand as rows of their one key head
     half = turns.half(kind) if kind else 0
     first, second = heads[:, :half], heads[:, half : 2 * half]
@@ -183,7 +189,7 @@ def _attention(attention: Attention, cache: LayerCache, x: Tensor, turns: _Turns
         _linear(linear.weight, linear.bias, part)
         for linear, part in ((attention.q, q), (attention.k, k), (attention.v, v))
     ]
-    output = _adding(attention.output, x) if adding else _linear(attention.output.weight, attention.output.bias)
+    output = _out(attention.output, x, adding)
     q_norm, k_norm, scale, cap = attention.q_norm, attention.k_norm, attention.scale, attention.softcap
 
     def step(h: Tensor) -> Tensor:
@@ -217,12 +223,12 @@ def _feed_forward(module: nn.Module, x: Tensor, adding: bool) -> Rows:
     """A feed-forward part; with `adding` the result goes onto x."""
     if type(module) is FeedForward:
         activation, up = module.activation, _linear(module.up.weight, module.up.bias)
-        down = _adding(module.down, x) if adding else _linear(module.down.weight, module.down.bias)
+        down = _out(module.down, x, adding)
         return lambda h: down(activation(up(h)))
     if type(module) is GatedFeedForward:
         activation, up = module.activation, _linear(module.up.weight, module.up.bias)
         gate = _linear(module.gate.weight, module.gate.bias)
-        down = _adding(module.down, x) if adding else _linear(module.down.weight, module.down.bias)
+        down = _out(module.down, x, adding)
         return lambda h: down(activation(gate(h)).mul_(up(h)))
     if adding:
         return lambda h: x.add_(module(h))

@@ -52,6 +52,17 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
+def paint(text: str, style: str) -> None:
+    """Text to stdout at once, in a style where there is a terminal and as it is where there is none."""
+    if not style or not sys.stdout.isatty():
+        write(text)
+        return
+    from rich.text import Text
+
+    console().print(Text(text, style), end="", soft_wrap=True)
+    sys.stdout.flush()
+
+
 def note(text: str) -> None:
     """Something worth knowing, on stderr."""
     _say("note", "cyan", text)

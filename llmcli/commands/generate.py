@@ -1,82 +1,299 @@
-"""llmcli generate: what a model says after a prompt."""
+"""llmcli generate: what a model says after a prompt, once or in conversation."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from llmcli import output
-from llmcli.commands import AsJson, Checkpoint, Keep, Tie
+from llmcli.commands import AsJson, Checkpoint, Keep, Tie, open_model
+from llmcli.errors import DataError, LlmcliError, TokenizerError, UsageError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from llmcli.generate import Answer, Piece, Sampling, Spoken
+    from llmcli.model import Decoder
+    from llmcli.tokenizer import Tokenizer
+
+CONFIDENCE = ((0.8, "green"), (0.4, "yellow"), (0.1, "dark_orange"), (0.0, "red"))
+"""The colour of a token by its probability: at least so much."""
 
 
 def run(
     checkpoint: Checkpoint,
-    prompt: Annotated[str | None, typer.Argument(help="The text to go on from; none begins a text.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=0, help="Stop after so many tokens.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0, help="0: always the most probable token; 1: as learned.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Draw among the k most probable tokens.")] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help="The text to go on from; '-' or a pipe: stdin; empty: a new text.")
+    ] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
+    ids: Annotated[str | None, typer.Option(help="The prompt as token ids: '1,403,407'.")] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Stop after so many tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0: always the most probable token; 1: as learned.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="Draw among the k most probable tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Draw among the most probable tokens that reach p.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Leave out what is below p times the most probable one.")] = None,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: what was said becomes less likely.")] = 1.0,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
+    num_samples: Annotated[int, typer.Option(min=1, help="So many answers to the prompt, as one batch.")] = 1,
+    logprobs: Annotated[
+        int | None, typer.Option(min=0, help="Show each token's probability and its N rivals'.")
+    ] = None,
+    cache: Annotated[bool, typer.Option(help="Keep keys and values, or compute all positions each time.")] = True,
     tie: Tie = "auto",
     keep: Keep = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, ...; default: the file's.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; default: the file's.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, mps.")] = "cpu",
     as_json: AsJson = False,
 ) -> None:
-    """Go on from a prompt, token by token.
+    """Go on from a prompt, token by token; on a terminal without a prompt, in conversation.
 
-    Example: llmcli generate runs/default/best "Once upon a time" --temperature 0
+    Example: llmcli generate runs/default/best "Once upon a time" --temperature 0.5 --seed 1
     """
-    from llmcli import checkpoint as checkpoints
-    from llmcli import targets, tokenizer
-    from llmcli.config import parse
-    from llmcli.errors import UsageError
-    from llmcli.generate import Sampling, Text, allowed_ids, generate
-
-    sampling = parse(
-        {
-            "max_new_tokens": max_new_tokens,
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "seed": seed,
-            "logprobs": 0 if as_json else None,
-        },
-        Sampling,
-        "generate",
+    sampling = _sampling(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        logprobs=logprobs if logprobs is not None or not as_json else 0,
     )
-    path = targets.find_checkpoint(checkpoint)
-    coder = tokenizer.load(path)
-    model, plan = checkpoints.load(path, dtype=dtype, device=device, tie=tie, keep=keep)
-    for warning in plan.warnings:
-        output.warn(warning)
-    ids = coder.encode(prompt) if prompt else []
-    first = coder.bos_id if coder.bos_id is not None else coder.eos_id
-    if not ids and first is None:
-        raise UsageError("the tokenizer has no token that begins a text", "Give a prompt.")
-    ids = ids or [first or 0]
-    tokenizer.check_ids(ids, model.config.vocab_size, coder.size)
+    if sum(given is not None for given in (prompt, prompt_file, ids)) > 1:
+        raise UsageError("more than one prompt: an argument, --prompt-file and --ids", "Give one of them.")
+    talking = prompt is None and prompt_file is None and ids is None and sys.stdin.isatty() and not as_json
+    given = None if talking else _given_ids(ids) if ids is not None else _given_text(prompt, prompt_file)
+    from llmcli.targets import find_checkpoint
 
-    text = Text(coder, ids)
-    new, said, tokens, finish = [], "", [], "length"
-    stream = generate(
-        model, [ids], sampling, allowed=allowed_ids(model, coder), ends=lambda row, id: id in coder.eos_ids
-    )
-    for token in stream:
-        piece = text.push(token.id)
-        new.append(token.id)
-        said += piece
-        tokens.append({"id": token.id, "text": piece, "logprob": token.logprob, "top": []})
-        finish = token.finish or finish
-        if not as_json:
-            output.write(piece)
-    rest = text.finish()
-    if as_json:
-        output.emit_json(
-            {"prompt_ids": ids, "ids": new, "text": said + rest, "finish_reason": finish, "tokens": tokens}
-        )
+    tokenizer = _tokenizer(find_checkpoint(checkpoint), needed=not isinstance(given, list))
+    model = open_model(checkpoint, tie, keep, dtype)[0].to(device)
+    if talking:
+        assert tokenizer is not None
+        _talk(model, tokenizer, sampling, stop or [])
+        return
+    prompt_ids = given if isinstance(given, list) else _encode(tokenizer, given or "")
+    _answer(model, tokenizer, prompt_ids, sampling, stop or [], num_samples, cache, as_json)
+
+
+def _answer(
+    model: Decoder,
+    tokenizer: Tokenizer | None,
+    prompt_ids: list[int],
+    sampling: Sampling,
+    stops: list[str],
+    num_samples: int,
+    use_cache: bool,
+    as_json: bool,
+) -> None:
+    from llmcli.generate import Answer, complete
+
+    answers = [Answer(prompt_ids) for _ in range(num_samples)]
+    streamed = num_samples == 1 and not as_json
+    if streamed and sys.stdout.isatty() and tokenizer is not None:
+        output.paint(tokenizer.decode(prompt_ids), "dim")
+    _warn_of_length(model, len(prompt_ids))
+    pieces = complete(model, tokenizer, [prompt_ids] * num_samples, sampling, stops=stops, use_cache=use_cache)
+    if streamed:
+        for piece in pieces:
+            answers[0].add(piece)
+            output.paint(piece.text, _confidence(piece) if sampling.logprobs is not None else "")
+        output.write("\n")
     else:
-        output.write(rest + "\n")
-        if finish == "context":
-            output.note(f"the model's {model.config.max_position_embeddings} learned positions are used up")
+        with output.progress("generating", num_samples * sampling.max_new_tokens, "tokens") as advance:
+            for piece in pieces:
+                answers[piece.row].add(piece)
+                advance(1)
+    if as_json:
+        output.emit_json(answers[0] if num_samples == 1 else answers)
+        return
+    for number, answer in enumerate(answers, 1):
+        if not streamed:
+            output.write(f"--- sample {number} of {num_samples} ({answer.finish_reason}) ---\n{answer.text}\n")
+        if sampling.logprobs is not None:
+            output.emit(answer, view, as_json=False)
+    if any(answer.finish_reason == "context" for answer in answers):
+        output.note(f"the model's {model.config.max_position_embeddings} learned positions are used up")
+    if len(prompt_ids) <= model.config.max_position_embeddings:
+        _warn_of_length(model, len(prompt_ids) + max(len(answer.ids) for answer in answers))
+
+
+def view(answer: Answer) -> Table:
+    """A line a token: its text, how probable it was, and what else could have stood there."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("token")
+    table.add_column("id", justify="right", style="dim")
+    table.add_column("probability", justify="right")
+    table.add_column("rivals")
+    for piece in answer.tokens:
+        rivals = "  ".join(f"{rival.text!r} {_percent(rival.logprob)}" for rival in piece.top)
+        table.add_row(
+            Text(repr(piece.text), _confidence(piece)), str(piece.id), _percent(piece.logprob), Text(rivals, "dim")
+        )
+    return table
+
+
+def _percent(logprob: float | None) -> str:
+    from math import exp
+
+    return "" if logprob is None else f"{exp(logprob):.1%}"
+
+
+def _confidence(piece: Spoken | Piece) -> str:
+    from math import exp
+
+    return next(style for least, style in CONFIDENCE if exp(piece.logprob or 0.0) >= least)
+
+
+def _sampling(**options: Any) -> Sampling:
+    import msgspec
+
+    from llmcli.generate import Sampling
+
+    try:
+        return msgspec.convert(options, Sampling)
+    except msgspec.ValidationError as error:
+        what, _, where = str(error).partition(" - at `$.")
+        option = "--" + where.rstrip("`").replace("_", "-")
+        raise UsageError(f"{option}: {what[:1].lower()}{what[1:]}", "See llmcli generate --help.") from None
+
+
+def _given_ids(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.replace(",", " ").split()]
+    except ValueError:
+        raise UsageError(f"--ids {text}: not a list of numbers", "For example: --ids 1,403,407.") from None
+
+
+def _given_text(prompt: str | None, file: Path | None) -> str:
+    """The prompt as given, or from a file or stdin, where one newline at the end is left out."""
+    from llmcli import corpus
+
+    if file is not None:
+        text = "".join(piece.text for piece in corpus.read(file))
+    elif prompt is None or prompt == "-":
+        try:
+            text = sys.stdin.buffer.read().decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            byte = f"byte {error.object[error.start]:#04x} at offset {error.start:,}"
+            raise DataError(f"stdin: not UTF-8 text ({byte})", "Convert it first, for example with iconv.") from None
+    else:
+        return corpus.newline(prompt)
+    return corpus.newline(text).removesuffix("\n")
+
+
+def _tokenizer(path: Path, needed: bool) -> Tokenizer | None:
+    """The checkpoint's tokenizer; None where it has none and the prompt is ids."""
+    from llmcli import tokenizer
+
+    try:
+        return tokenizer.load(path)
+    except TokenizerError:
+        if needed:
+            raise
+        output.note("the checkpoint has no tokenizer: the text is the ids")
+        return None
+
+
+def _encode(tokenizer: Tokenizer | None, text: str) -> list[int]:
+    """The prompt's ids by the tokenizer's own rule; those of no text are the token that begins one."""
+    assert tokenizer is not None
+    ids = tokenizer.encode(text)
+    if ids:
+        return ids
+    first = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
+    if first is None:
+        raise UsageError("the tokenizer has no token that begins a text", "Give a prompt.")
+    return [first]
+
+
+def _warn_of_length(model: Decoder, length: int) -> None:
+    """Rotary positions go on past those the model was trained on; the text rarely does."""
+    trained = model.config.max_position_embeddings
+    if model.position_embeddings is None and length > trained:
+        output.warn(f"{length} tokens are more than the {trained} the model was trained for: expect the text to fray")
+
+
+HELP = """What you type goes on where the text ended, on a new line; the model goes on from there.
+/reset             begin a new text
+/temperature T     draw more freely (above 1) or less (below); 0: always the most probable token
+/help, /quit       Ctrl-C stops an answer, Ctrl-D ends the conversation
+"""
+
+
+def _talk(model: Decoder, tokenizer: Tokenizer, sampling: Sampling, stops: list[str]) -> None:
+    """The conversation: one text that user and model write in turns, computed once however long it grows."""
+    import msgspec
+
+    from llmcli.cache import new_cache
+    from llmcli.generate import complete
+
+    output.paint("/help for help, Ctrl-D to leave\n", "dim")
+    ids: list[int] = []
+    cache = new_cache(model.config)
+    for line in _lines("> "):
+        command, _, value = line.partition(" ")
+        if command == "/quit":
+            return
+        if command == "/reset":
+            ids, cache = [], new_cache(model.config)
+        elif command == "/temperature":
+            try:
+                sampling = msgspec.structs.replace(
+                    sampling, temperature=_sampling(temperature=float(value)).temperature
+                )
+            except (ValueError, UsageError):
+                output.error(UsageError(f"/temperature {value}: a number from 0 up belongs here"))
+        elif command.startswith("/"):
+            output.write(HELP)
+        elif line:
+            try:
+                ids += tokenizer.encode("\n" + line, special=False) if ids else _encode(tokenizer, line)
+                for piece in complete(model, tokenizer, [ids], sampling, stops=stops, cache=cache):
+                    ids.append(piece.id)
+                    output.paint(piece.text, _confidence(piece) if sampling.logprobs is not None else "")
+            except KeyboardInterrupt:  # in the midst of a forward pass layers may differ in length: see the text anew
+                cache = new_cache(model.config)
+            except LlmcliError as refusal:
+                output.error(refusal)
+                ids, cache = [], new_cache(model.config)
+                output.note("a new text begins")
+            output.write("\n")
+
+
+def _lines(prompt: str) -> Iterable[str]:
+    """Lines typed at a terminal, with history kept between conversations, until its end."""
+    import os
+
+    try:
+        import readline
+    except ImportError:
+        readline = None  # type: ignore[assignment]
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "llmcli"
+    history = state / "history"
+    if readline is not None and history.is_file():
+        readline.read_history_file(history)
+    try:
+        while True:
+            try:
+                yield input(prompt).strip()
+            except KeyboardInterrupt:
+                output.write("\n")
+            except EOFError:
+                output.write("\n")
+                return
+    finally:
+        if readline is not None:
+            try:
+                state.mkdir(parents=True, exist_ok=True)
+                readline.set_history_length(1000)
+                readline.write_history_file(history)
+            except OSError:
+                pass  # a history that cannot be kept is no reason to complain
