@@ -225,7 +225,8 @@ def total_rows(results: list[Result]) -> Iterator[Row]:
     yield Row("counted as", [Cell("tied" if count.tie_word_embeddings else "untied") for count in counts])
     files = [result.counted.files for result in results]
     if any(files):
-        yield Row("buffers", [Cell(f"{held.buffers:,}") if held else Cell("–") for held in files])
+        yield Row("buffers, apart", [Cell(f"{held.buffers:,}") if held else Cell("–") for held in files])
+        yield Row("in files", [Cell(size(held.bytes)) if held else Cell("–") for held in files])
     if any(held and held.padding_rows for held in files):
         yield Row("padding rows", [Cell(f"{held.padding_rows or 0:,}") if held else Cell("–") for held in files])
 
