@@ -20,7 +20,7 @@ import msgspec
 
 from llmcli import families, params, targets, tensors
 from llmcli.config import ModelConfig
-from llmcli.errors import CheckpointError, LlmcliError
+from llmcli.errors import CheckpointError, LlmcliError, UsageError
 from llmcli.hf_config import HfConfig
 from llmcli.mapping import EMBEDDING, HEAD, HEAD_BIAS, Match, canonical, grouped, match, mismatches, ranges
 from llmcli.tensors import Checkpoint, ReadRows, TensorInfo, read_rows
@@ -39,7 +39,7 @@ Role = Literal["model", "misshapen", "copy", "ignored", "left over", "unknown"]
 """What a tensor of the files is to the config's model: part of it, part of it in a wrong shape, an output matrix equal
 to a tied embedding, a buffer that nothing trains, or nothing; unknown without a config that can be read."""
 
-_NUMBER = re.compile(r"(?<![^.])(?:\d+|\{\w\})(?![^.])")
+_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # between two dots: a layer's or an expert's, not that of ln_1
 _FLOATS = {"F64": "d", "F32": "f", "F16": "e", "BF16": "f"}  # with struct's letters
 
 
@@ -123,7 +123,7 @@ class MatrixHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Inspection(msgspec.Struct, frozen=True, kw_only=True):
-    """What is in a checkpoint. `problems` is why loading refuses it; it is empty where loading works.
+    """What is in a checkpoint. `problems` is why loading refuses it, and where values are not finite.
 
     `total` is everything stored, `parameters` what count-params says of these files. `dtypes` is by stored type.
     `missing` are tensors (by Hugging Face's names) that the config's model has and the files lack, `left_over` the
@@ -224,7 +224,7 @@ def inspect(
         config=hf.config if hf else None,
         files=tuple(_file_entry(file, checkpoint, here) for file in checkpoint.files),
         total=_amount(entries),
-        parameters=_parameters(checkpoint, hf, tie, roles, where),
+        parameters=_parameters(entries, checkpoint, hf, where),
         dtypes={
             dtype: _amount([e for e in entries if e.dtype == dtype])
             for dtype in dict.fromkeys(e.dtype for e in entries)
@@ -459,7 +459,8 @@ def _resembles(infos: dict[str, TensorInfo]) -> list[str]:
     score: dict[str, int] = {}
     for name in families.names():
         table = families.get(name)
-        known = {_numberless(canonical(w.hf_name)) for w in (*table.weights, *table.alternatives)}
+        lines = (*table.weights, *table.alternatives)
+        known = {_numberless(canonical(weight.hf_name.format(i=0, e=0))) for weight in lines}
         score[name] = len(names & known) - len(names - known)
     best = max(score.values())
     alike = [name for name, points in score.items() if points == best > 0]
@@ -467,8 +468,8 @@ def _resembles(infos: dict[str, TensorInfo]) -> list[str]:
 
 
 def _numberless(name: str) -> str:
-    """A name, or a table's, with the same mark for every number or placeholder that stands between two dots."""
-    return _NUMBER.sub("\0", name)
+    """A name without its numbers; of a table's line `hf_name.format(i=0, e=0)` is such a name."""
+    return _NUMBER.sub("", name)
 
 
 def _roles(matched: Match | None, tie: TieStatus | None) -> dict[str, Role]:
@@ -486,18 +487,11 @@ def _roles(matched: Match | None, tie: TieStatus | None) -> dict[str, Role]:
     return roles
 
 
-def _parameters(
-    checkpoint: Checkpoint, hf: HfConfig | None, tie: TieStatus | None, roles: dict[str, Role], where: str
-) -> int:
-    """The total that count-params gives for these files, with the tie as it was found here."""
-    counted = {name: info for name, info in checkpoint.infos.items() if roles.get(name) != "copy"}
-    if hf and tie and tie.decision:
-        tied = tie.decision == "tie"
-        config = msgspec.structs.replace(
-            hf.config, tie_word_embeddings=tied, head_bias=None if tied else hf.config.head_bias
-        )
-        hf = msgspec.structs.replace(hf, config=config)
-    return params.count_files(msgspec.structs.replace(checkpoint, infos=counted), hf, where, readable=False).count.total
+def _parameters(entries: list[TensorEntry], checkpoint: Checkpoint, hf: HfConfig | None, where: str) -> int:
+    """The total that count-params gives for these files: all but buffers and a second copy of the embedding."""
+    if any(entry.role == "unknown" for entry in entries):  # names of every family are then looked through
+        return params.count_files(checkpoint, hf, where, readable=False).count.total
+    return sum(prod(entry.shape) for entry in entries if entry.role not in ("copy", "ignored"))
 
 
 def _in_order(infos: Iterable[TensorInfo], matched: Match | None) -> list[TensorInfo]:
@@ -536,19 +530,26 @@ class Folded(msgspec.Struct, frozen=True):
 
 def fold(entries: Iterable[TensorEntry]) -> list[Folded]:
     """Tensors of one type, shape and role whose names differ only in layer and expert, together; order is kept."""
-    groups: dict[tuple[str, str, tuple[int, ...], Role], list[TensorEntry]] = {}
+    groups: dict[tuple[tuple[str, ...], str, tuple[int, ...], Role], list[TensorEntry]] = {}
     for entry in entries:
-        groups.setdefault((_numberless(entry.name), entry.dtype, entry.shape, entry.role), []).append(entry)
+        pieces = tuple(_NUMBER.split(entry.name))
+        groups.setdefault((pieces, entry.dtype, entry.shape, entry.role), []).append(entry)
     folded = []
-    for (pattern, *_), group in groups.items():
+    for (pieces, *_), group in groups.items():
         numbers = zip(*(_NUMBER.findall(entry.name) for entry in group), strict=True)
-        pieces = pattern.split("\0")
         shown = [ranges(set(map(int, column))) for column in numbers]
         name = "".join(piece + number for piece, number in zip(pieces, [*shown, ""], strict=True))
-        folded.append(Folded(name, tuple(group)))
+        folded.append(Folded(name if len(group) > 1 else group[0].name, tuple(group)))
     return folded
 
 
-def select(inspection: Inspection, patterns: Iterable[str]) -> tuple[TensorEntry, ...]:
-    """The tensors whose name fits one of the glob patterns."""
-    return tuple(entry for entry in inspection.tensors if any(fnmatch.fnmatchcase(entry.name, p) for p in patterns))
+def select(inspection: Inspection, patterns: Iterable[str]) -> Inspection:
+    """The inspection with only the tensors whose names fit one of the glob patterns. Raises UsageError for none."""
+    patterns = list(patterns)
+    fitting = tuple(e for e in inspection.tensors if any(fnmatch.fnmatchcase(e.name, p) for p in patterns))
+    if not fitting:
+        raise UsageError(
+            f"no tensor's name fits {' or '.join(map(repr, patterns))}",
+            f"Names are, for example: {', '.join(entry.name for entry in inspection.tensors[:3])}.",
+        )
+    return msgspec.structs.replace(inspection, tensors=fitting)

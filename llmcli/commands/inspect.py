@@ -80,9 +80,7 @@ def run(
             progress=advance,
         )
     if patterns:
-        import msgspec
-
-        found = msgspec.structs.replace(found, tensors=inspection.select(found, patterns))
+        found = inspection.select(found, patterns)
     emit(found, lambda found: view(found, one_by_one=bool(patterns)), as_json)
 
 
@@ -152,7 +150,7 @@ def view(found: Inspection, one_by_one: bool = False) -> RenderableType:
         + (f", and {beside:,} values that are not counted" if beside else ""),
     )
     if found.tie:
-        facts.add_row("output", Text(tie_line(found.tie)))
+        facts.add_row("output", "not decided: see the problems" if found.tie.refused else Text(tie_line(found.tie)))
     for health in found.matrices:
         facts.add_row("embedding" if health.side == "input" else "head", _health(health))
     for note in found.notes:
