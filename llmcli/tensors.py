@@ -132,17 +132,17 @@ def parse_header(raw: bytes, path: Path, size: int) -> dict[str, TensorInfo]:
         raise CheckpointError(
             f"{path}: its header is not JSON ({error})", "It is not a safetensors file, or it is damaged."
         ) from None
-    _refuse_twice(raw, header, path)
     header.pop("__metadata__", None)
     data = 8 + len(raw)
     infos = {name: _tensor_info(path, name, entry, data) for name, entry in header.items()}
+    _refuse_twice(raw, len(infos), path)
     _check_cover(path, infos, data, size)
     return infos
 
 
-def _refuse_twice(raw: bytes, header: dict[str, msgspec.Raw], path: Path) -> None:
+def _refuse_twice(raw: bytes, count: int, path: Path) -> None:
     """Refuse a header that names a tensor twice: readers would disagree on which of the two holds."""
-    if b"\\" not in raw and raw.count(b'"data_offsets"') == len(header.keys() - {"__metadata__"}):
+    if b"\\" not in raw and raw.count(b'"data_offsets"') == count:
         return  # every entry has one, and nothing can hide behind an escape: as many entries as names
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
