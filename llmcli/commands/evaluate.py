@@ -1,0 +1,144 @@
+"""llmcli evaluate: how well models predict a text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from llmcli import output
+from llmcli.commands import AsJson, Keep, Tie, open_model
+from llmcli.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from llmcli.evaluate import Bin, Evaluation, TokenLoss
+
+WORST = 20
+"""Tokens in the table of the worst; --json has them all."""
+
+
+class Report(NamedTuple):
+    """One checkpoint's evaluation; `tokens` and `curve` where they were asked for."""
+
+    checkpoint: str
+    evaluation: Evaluation
+    tokens: list[TokenLoss] | None
+    curve: list[Bin] | None
+
+
+def run(
+    targets: Annotated[list[str], typer.Argument(metavar="CHECKPOINT... FILE", help="Checkpoints, then the text.")],
+    context: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in a window; default: the model's, to 2048.")
+    ] = None,
+    stride: Annotated[
+        int | None, typer.Option(min=1, help="Tokens from one window to the next; default: half a window.")
+    ] = None,
+    by_token: Annotated[bool, typer.Option(help="Show the worst tokens and where they stand.")] = False,
+    context_curve: Annotated[bool, typer.Option(help="Show the loss by how many tokens stand before.")] = False,
+    field: Annotated[str, typer.Option(help="The key of the text in JSON lines and parquet.")] = "text",
+    tie: Tie = "auto",
+    keep: Keep = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; default: the file's.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, mps.")] = "cpu",
+    as_json: AsJson = False,
+) -> None:
+    """Measure the loss over a text, each token predicted once, with at least context - stride tokens before it.
+
+    Loss and perplexity compare models of one tokenizer; bits per byte compare any two.
+
+    Example: llmcli evaluate runs/default/best runs/other/best text.txt --stride 128
+    """
+    if len(targets) < 2:
+        raise UsageError("evaluate needs a checkpoint and a text", "llmcli evaluate CHECKPOINT... FILE")
+    from llmcli import corpus, evaluate, tokenizer
+    from llmcli import targets as places
+    from llmcli.config import ModelConfig
+
+    *checkpoints, file = targets
+    texts = _documents(corpus.find(file, field))
+    reports = []
+    for checkpoint in checkpoints:
+        coder = tokenizer.load(places.find_checkpoint(checkpoint))
+        model = open_model(checkpoint, tie, keep, dtype)[0].to(device)
+        config: ModelConfig = model.config
+        if context is not None and context > config.max_position_embeddings and model.position_embeddings is None:
+            output.warn(f"{checkpoint} was trained for {config.max_position_embeddings} tokens, not for {context}")
+        documents = evaluate.encode(coder, texts, config.vocab_size)
+        steps = evaluate.evaluate(model, coder, documents, context=context, stride=stride, curve=context_curve)
+        with output.progress(checkpoint, sum(len(document.ids) for document in documents), "tokens") as advance:
+            while True:
+                try:
+                    advance(next(steps))
+                except StopIteration as end:
+                    found: Evaluation = end.value
+                    break
+        tokens = list(evaluate.by_token(coder, documents, found)) if by_token else None
+        reports.append(Report(checkpoint, found, tokens, evaluate.bins(found) if context_curve else None))
+    if as_json:
+        results = [_json(report) for report in reports]
+        output.emit_json(results[0] if len(results) == 1 else results)
+    else:
+        output.emit(reports, view, as_json=False)
+
+
+def _documents(found: Any) -> list[str]:
+    """The texts of a corpus, each whole."""
+    texts, parts = [], []
+    for piece in found.pieces():
+        parts.append(piece.text)
+        if piece.ends:
+            texts.append("".join(parts))
+            parts = []
+    return texts
+
+
+def _json(report: Report) -> dict[str, Any]:
+    names = ("tokens", "loss", "perplexity", "bits_per_byte", "stride")
+    result: dict[str, Any] = {name: getattr(report.evaluation, name) for name in names}
+    if report.tokens is not None:
+        result["by_token"] = report.tokens
+    if report.curve is not None:
+        result["context_curve"] = report.curve
+    return result
+
+
+def view(reports: list[Report]) -> RenderableType:
+    """One line a checkpoint; then, where asked for, the worst tokens and the loss by position."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    def table(*columns: str) -> Table:
+        made = Table(box=None, pad_edge=False, header_style="bold")
+        for number, column in enumerate(columns):
+            made.add_column(column, justify="left" if number == 0 else "right")
+        return made
+
+    summary = table("", "tokens", "loss", "perplexity", "bits/byte", "bits/character", "context", "stride")
+    for checkpoint, e, _, _ in reports:
+        numbers = f"{e.tokens:,}", f"{e.loss:.4f}", f"{e.perplexity:,.2f}", f"{e.bits_per_byte:.4f}"
+        sizes = f"{e.bits_per_character:.4f}", f"{e.context:,}", f"{e.stride:,}"
+        summary.add_row(Text(checkpoint), *numbers, *sizes)
+    parts: list[RenderableType] = [summary]
+    for checkpoint, _, tokens, curve in reports:
+        if tokens is not None:
+            worst = table("token", "id", "loss", "probability", "document", "line", "column")
+            from math import exp
+
+            for token in sorted(tokens, key=lambda token: -token.loss)[:WORST]:
+                place = str(token.document), f"{token.line:,}", f"{token.column:,}"
+                worst.add_row(Text(token.token), str(token.id), f"{token.loss:.3f}", f"{exp(-token.loss):.2g}", *place)
+            parts += [Text(f"\n{checkpoint}: the worst tokens", "bold"), worst]
+        if curve is not None:
+            lines = table("tokens before", "tokens", "loss", "")
+            top = max(bin.loss for bin in curve)
+            for bin in curve:
+                span = f"{bin.start:,}" if bin.start == bin.end else f"{bin.start:,}–{bin.end:,}"
+                bar = Text("█" * round(40 * bin.loss / top), "cyan")
+                lines.add_row(span, f"{bin.tokens:,}", f"{bin.loss:.4f}", bar)
+            lines.columns[-1].justify = "left"
+            parts += [Text(f"\n{checkpoint}: loss by context", "bold"), lines]
+    return Group(*parts)

@@ -1,0 +1,110 @@
+"""llmcli logits: what a model expects after each token of a text, and why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import msgspec
+import typer
+
+from llmcli import output
+from llmcli.commands import AsJson, Checkpoint, Keep, Tie, open_model
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from llmcli.evaluate import Guess, Prediction, Why
+
+
+class Report(msgspec.Struct, frozen=True):
+    """A prediction a position, and the reasons of the candidates that were asked about."""
+
+    positions: list[Prediction]
+    why: list[Why]
+
+
+def run(
+    checkpoint: Checkpoint,
+    text: Annotated[str, typer.Argument(help="The text that the model reads.")],
+    top_k: Annotated[int, typer.Option("--top-k", "-k", min=0, help="Candidates a position.")] = 5,
+    why: Annotated[
+        list[str] | None,
+        typer.Option(help="A token whose logit to take apart: ' king', 'Ġking' or 'id:42'; several times."),
+    ] = None,
+    position: Annotated[int | None, typer.Option(help="One position alone, from 0; -1 is the last.")] = None,
+    tie: Tie = "auto",
+    keep: Keep = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; default: the file's.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, mps.")] = "cpu",
+    as_json: AsJson = False,
+) -> None:
+    """Show the distribution of the next token at each position, and the rank of the token that follows.
+
+    --why takes a candidate's logit apart: state · row = |state| |row| cosine, and the bias.
+
+    Example: llmcli logits runs/default/best "Once upon a" --why " time"
+    """
+    from llmcli import evaluate, tokenizer
+    from llmcli.errors import UsageError
+    from llmcli.targets import find_checkpoint
+
+    coder = tokenizer.load(find_checkpoint(checkpoint))
+    ids = coder.encode(text)
+    if position is not None and not -len(ids) <= position < len(ids):
+        raise UsageError(f"--position {position}: the text has {len(ids)} tokens", f"Choose from 0 to {len(ids) - 1}.")
+    candidates = [_candidate(coder, word) for word in why or ()]
+    model = open_model(checkpoint, tie, keep, dtype)[0].to(device)
+    found = list(evaluate.predictions(model, coder, ids, top_k))
+    place = -1 if position is None else position
+    report = Report(
+        found if position is None else [found[position]],
+        [evaluate.why(model, coder, ids, candidate, place) for candidate in candidates],
+    )
+    output.emit(report, view, as_json)
+
+
+def _candidate(coder: object, word: str) -> int:
+    from llmcli.errors import UsageError
+    from llmcli.tokenizer import Tokenizer
+
+    assert isinstance(coder, Tokenizer)
+    if not word.startswith("id:") or coder.id(word) is not None:
+        return coder.one_token(word)
+    try:
+        return int(word[3:])
+    except ValueError:
+        raise UsageError(f"--why {word}: not a number", "For example: --why id:42.") from None
+
+
+class _Cell(NamedTuple):
+    guess: Guess | None
+
+    def __str__(self) -> str:
+        if self.guess is None:
+            return ""
+        return f"{self.guess.token} {self.guess.probability:.1%} ({self.guess.logit:.2f})"
+
+
+def view(report: Report) -> RenderableType:
+    """A line a position: the token, the one that follows and its rank, the best candidates."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("position", "token", "next", "rank", "candidates: probability (logit)"):
+        table.add_column(column, justify="right" if column in ("position", "rank") else "left")
+    for p in report.positions:
+        rank = "" if p.next is None else f"{p.next.rank:,}"
+        best = Text("  ".join(str(_Cell(guess)) for guess in p.top), "dim" if p.next and p.next.rank == 1 else "")
+        table.add_row(str(p.position), Text(p.token), Text(str(_Cell(p.next))), rank, best)
+    parts: list[RenderableType] = [table]
+    if report.why:
+        reasons = Table(box=None, pad_edge=False, header_style="bold")
+        for column in ("position", "candidate", "logit", "state · row", "|state|", "|row|", "cosine", "bias", "cap"):
+            reasons.add_column(column, justify="left" if column == "candidate" else "right")
+        for w in report.why:
+            numbers = [f"{n:.4f}" for n in (w.logit, w.dot, w.state_norm, w.row_norm, w.cosine, w.bias)]
+            reasons.add_row(str(w.position), Text(w.token), *numbers, "" if w.cap is None else f"{w.cap:g}")
+        parts += [Text(""), reasons]
+    return Group(*parts)
