@@ -34,7 +34,8 @@ class LayerCache:
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Remember new keys and values (B, H, T, D); give back all that these positions may look at (B, H, S, D).
 
-        What comes back ends with the new ones and is a view: valid until the next call.
+        What comes back ends with the new ones and is a view. It stays as it is: later calls write behind it, or into
+        another buffer.
         """
         count = keys.shape[2]
         buffer = self._room(count, keys)
