@@ -50,7 +50,7 @@ print(json.dumps([code, loaded, memory]), file=sys.stderr)
 
 
 def run(*arguments: str | Path) -> tuple[str, set[str], float]:
-    """One command in a process of its own, sockets blocked: its output, its top-level modules, its peak memory in MB."""
+    """One command in a process of its own, sockets blocked: its output, its modules, its peak memory in MB."""
     done = subprocess.run(
         [sys.executable, "-c", RUN, *map(str, arguments)],
         capture_output=True,
