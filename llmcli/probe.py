@@ -1,26 +1,32 @@
-"""Which rows of an embedding matrix lie near a vector: exact scores, one tensor read, no torch.
+"""Which rows of an embedding matrix lie near a vector: exact answers, one tensor read, no torch.
 
-The matrix stays in its file. It is scanned in chunks of a few megabytes; what is kept of a pass is one number a row.
+The matrix stays in its file. A first pass over it, in float32 and in chunks that fit a core's cache, gives every row a
+score and a proven bound of that score's error; the rows that can still be among the best are scored again in float64.
+What is kept of a pass is one length a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from llmcli import families, targets, tensors
+from llmcli import dots, families, targets, tensors
 from llmcli.config import ModelConfig
 from llmcli.errors import CheckpointError, ConfigError, UsageError
 from llmcli.mapping import EMBEDDING, HEAD, canonical
 from llmcli.tensors import TensorInfo
 
 Floats = npt.NDArray[np.float64]
+Ids = npt.NDArray[np.intp]
 Side = Literal["input", "output"]
+Metric = Literal["cosine", "dot", "l2"]
 
 # What public checkpoints call the two matrices, without the names of the models around them. Where the family's table
 # does not say (an unknown family, a file without config.json), a tensor whose name ends in one of these is taken.
@@ -28,6 +34,7 @@ _KNOWN: dict[Side, tuple[str, ...]] = {
     "input": (
         "embed_tokens.weight", "wte.weight", "token_embeddings.weight", "tokens_embed.weight", "word_embeddings.weight",
         "tok_embeddings.weight", "embed_in.weight", "token_embedding.weight", "tok_emb.weight", "shared.weight",
+        "backbone.embeddings.weight", "model.embeddings.weight",
     ),
     "output": ("lm_head.weight", "output_projection.weight", "embed_out.weight", "output.weight"),
 }  # fmt: skip
@@ -37,6 +44,7 @@ class Matrix(msgspec.Struct, frozen=True):
     """One matrix of token vectors in a file, (V, d), and what is worth saying of how it was found."""
 
     info: TensorInfo
+    side: Side
     scale: float = 1.0
     """What the model multiplies a row by when it looks it up (Gemma: the root of d)."""
     tied: bool = False
@@ -45,81 +53,78 @@ class Matrix(msgspec.Struct, frozen=True):
 
     @property
     def rows(self) -> int:
+        """V: the number of rows, padding included."""
         return self.info.shape[0]
 
-    def vectors(self, ids: Sequence[int] | npt.NDArray[np.intp]) -> Floats:
-        """The rows `ids` as float64, (n, d)."""
-        chosen = tensors.read_array(self.info)[np.asarray(ids, np.intp)]
-        return tensors.as_float32(chosen, self.info.dtype).astype(np.float64)
+    @property
+    def width(self) -> int:
+        """d: the length of a row."""
+        return self.info.shape[1]
 
 
 def find_matrix(path: Path, side: Side = "input") -> Matrix:
     """The matrix of token vectors that a checkpoint looks up going in, or scores against coming out.
 
     Found by the family's table; where there is none, by the names that public checkpoints use, and a note says so.
-    Raises CheckpointError when there is no such matrix, or more than one.
+    Only headers are read. Raises CheckpointError when there is no such matrix, or more than one.
     """
     checkpoint = tensors.read_checkpoint(path)
     notes = list(checkpoint.notes)
-    config, tied = _config(path, notes)
-    found = {which: _find(checkpoint.infos, which, config, notes) for which in _KNOWN}
-    wanted, other = found[side], found["output" if side == "input" else "input"]
-    if wanted is None:
-        if other is None or (side == "output" and tied is False):
-            here = ", ".join(list(checkpoint.infos)[:8])
-            kind = "embedding" if side == "input" else "output"
-            raise CheckpointError(
-                f"{path}: no {kind} matrix among its {len(checkpoint.infos)} tensors", f"It holds {here}."
-            )
-        if side == "input":
-            notes.append(f"no embedding in the file: the output matrix {other.name} serves as both")
-        wanted, other = other, None
-    _check(wanted, config)
-    same = other is None and tied is not False
-    scale = float(np.sqrt(wanted.shape[1])) if config is not None and config.scale_embeddings else 1.0
-    return Matrix(wanted, scale, same, tuple(notes))
-
-
-def _config(path: Path, notes: list[str]) -> tuple[ModelConfig | None, bool | None]:
+    config: ModelConfig | None = None
     try:
-        hf = targets.read_hf_config(path)
+        config = targets.read_hf_config(path).config
     except (CheckpointError, ConfigError) as error:
-        notes.append(f"the embedding is found by its name alone: {error.message}")
-        return None, None
-    return hf.config, hf.config.tie_word_embeddings
+        notes.append(f"the matrix is found by its name alone: {error.message}")
+    sides: dict[Side, TensorInfo | None] = {which: _find(checkpoint.infos, which, config) for which in _KNOWN}
+    found, other = sides[side], sides["output" if side == "input" else "input"]
+    tied = config is not None and config.tie_word_embeddings and None in sides.values()
+    if found is None and other is not None and (tied or config is None):
+        # Tied files hold one matrix under either name; a file that says nothing more than that may well be one.
+        found = other
+        if side == "input":
+            notes.append(f"no embedding in the file: the output matrix '{other.name}' serves as both")
+        elif config is None:
+            notes.append(f"no output matrix in the file: '{other.name}' is taken to serve as both")
+    if found is None:
+        kind = "embedding" if side == "input" else "output"
+        why = " (its config says that the output is not tied to the embedding)" if other is not None else ""
+        raise CheckpointError(
+            f"{path}: no {kind} matrix among its {len(checkpoint.infos)} tensors{why}",
+            f"It holds {tensors.listing(checkpoint.infos, 8)}.",
+        )
+    if len(found.shape) != 2 or found.dtype not in ("F64", "F32", "F16", "BF16"):
+        shape = " x ".join(map(str, found.shape))
+        raise CheckpointError(
+            f"{found.file}: tensor '{found.name}' is {found.dtype} of shape {shape}, not a matrix of numbers",
+            "Quantised checkpoints are not read; get the original one.",
+        )
+    if config is not None and found.shape[1] != config.embed_dim:
+        raise CheckpointError(
+            f"{found.file}: the rows of '{found.name}' are {found.shape[1]} long, the config says {config.embed_dim}",
+            "The file and its config.json do not belong together.",
+        )
+    if 0 in found.shape:
+        raise CheckpointError(f"{found.file}: tensor '{found.name}' is empty", "Get the file again.")
+    scale = float(found.shape[1] ** 0.5) if config is not None and config.scale_embeddings else 1.0
+    return Matrix(found, side, scale, tied, tuple(notes))
 
 
-def _find(infos: dict[str, TensorInfo], side: Side, config: ModelConfig | None, notes: list[str]) -> TensorInfo | None:
+def _find(infos: dict[str, TensorInfo], side: Side, config: ModelConfig | None) -> TensorInfo | None:
+    found: list[TensorInfo] = []
     if config is not None:
         family = families.get(config.family)
         ours = EMBEDDING if side == "input" else HEAD
-        names = {canonical(w.hf_name) for w in (*family.weights, *family.alternatives) if w.name == ours}
+        names = {canonical(weight.hf_name) for weight in (*family.weights, *family.alternatives) if weight.name == ours}
         found = [info for name, info in infos.items() if canonical(name) in names]
-    else:
-        found = []
-        for ending in _KNOWN[side]:
-            found += [info for name, info in infos.items() if f".{name}".endswith(f".{ending}")]
+    if not found:
+        found = [info for name, info in infos.items() if any(f".{name}".endswith(f".{end}") for end in _KNOWN[side])]
     if len(found) > 1:
         raise CheckpointError(
             f"{found[0].file.parent}: {len(found)} tensors may be the {side} matrix: "
-            f"{', '.join(t.name for t in found)}",
+            f"{', '.join(info.name for info in found)}",
             "Keep one of them in the file.",
         )
     return found[0] if found else None
-
-
-def _check(info: TensorInfo, config: ModelConfig | None) -> None:
-    if len(info.shape) != 2 or info.dtype not in ("F64", "F32", "F16", "BF16"):
-        shape = " x ".join(map(str, info.shape))
-        raise CheckpointError(
-            f"{info.file}: tensor '{info.name}' is {info.dtype} of shape {shape}, not a matrix of floating-point rows",
-            "Quantised checkpoints are not read; get the original one.",
-        )
-    if config is not None and info.shape[1] != config.embed_dim:
-        raise CheckpointError(
-            f"{info.file}: the rows of '{info.name}' have {info.shape[1]} columns, the config says {config.embed_dim}",
-            "The file and its config.json do not belong together.",
-        )
 
 
 class Hit(msgspec.Struct, frozen=True):
@@ -129,22 +134,393 @@ class Hit(msgspec.Struct, frozen=True):
     score: float
 
 
-def nearest(
-    matrix: Matrix, query: Floats, k: int, *, rows: int | None = None, exclude: Sequence[int] = ()
-) -> list[Hit]:
-    """The `k` rows of highest cosine similarity to `query` (d), best first, equal scores in order of id."""
-    if k < 0:
-        raise UsageError(f"-k {k}: a number of neighbours is not negative")
-    length = np.linalg.norm(query)
-    if not np.isfinite(length) or length == 0:
-        raise UsageError("the query is a zero or non-finite vector: it has no direction", "Choose another token.")
-    count = matrix.rows if rows is None else min(rows, matrix.rows)
-    scores = np.empty(count)
-    array: npt.NDArray[Any] = tensors.read_array(matrix.info)
-    for start in range(0, count, 512):
-        block = tensors.as_float32(array[start : min(start + 512, count)], matrix.info.dtype).astype(np.float64)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            scores[start : start + 512] = (block * query).sum(1) / (np.sqrt((block * block).sum(1)) * length)
-    scores[list(exclude)] = np.nan
-    order = np.argsort(-scores, kind="stable")[: min(k, int(np.isfinite(scores).sum()))]
-    return [Hit(int(i), float(scores[i])) for i in order]
+class Spread(msgspec.Struct, frozen=True):
+    """Mean and standard deviation of a score over `pairs` pairs."""
+
+    mean: float
+    std: float
+    pairs: int
+
+
+_TINY, _HUGE = 1e-30, 1e30  # squared lengths beyond these are left to float64
+_PANEL = 1 << 24  # bytes of rows after which the best so far are sorted out
+
+
+class Rows:
+    """A matrix opened for queries. The first query takes the lengths of all rows along; later ones need one pass less.
+
+    `count` leaves out the rows from there on (padding: rows without a token). With `center` the mean of the rows is
+    taken from every row, and must be taken from queries that are not rows (`mean` holds it). Rows that are zero (or
+    the mean itself, when centred) or not finite have no direction: they are never an answer; `unusable` has them.
+
+    The file is only read. An instance is for one thread at a time, and uses several itself.
+    """
+
+    def __init__(self, matrix: Matrix, count: int | None = None, center: bool = False) -> None:
+        self.matrix = matrix
+        self.count = matrix.rows if count is None else min(count, matrix.rows)
+        self._array = tensors.read_array(matrix.info)[: self.count]
+        self._dtype = matrix.info.dtype
+        self._panel = max(1, _PANEL // self._array[0].nbytes)
+        self._block = max(1, (1 << 17) // matrix.width)  # rows worked on at a time in float64
+        self._lengths: npt.NDArray[np.float32] | None = None  # of every row, approximate; 1 where set aside
+        self._aside = np.zeros(self.count, bool)  # rows that float32 cannot judge: the unusable, and a few others
+        self._unusable: Ids = np.empty(0, np.intp)
+        self._extreme: Ids = np.empty(0, np.intp)  # set aside, but usable: too long or too short for float32
+        self.mean: Floats | None = None
+        if center:
+            self.mean = self._mean()
+
+    def vectors(self, ids: Sequence[int] | Ids) -> Floats:
+        """The rows `ids` as float64, (n, d), less the mean when centred."""
+        block = _widen64(self._array[np.asarray(ids, np.intp)], self._dtype)
+        return block if self.mean is None else block - self.mean
+
+    def unusable(self) -> Ids:
+        """The ids of the rows that have no direction."""
+        if self._lengths is None:
+            self._scan(np.zeros((0, self.matrix.width)), lambda dots, lengths, slack: (dots, dots), 0)
+        return self._unusable
+
+    def nearest(
+        self,
+        queries: Floats,
+        k: int,
+        metric: Metric = "cosine",
+        exclude: Sequence[Sequence[int]] = (),
+        among: Ids | None = None,
+    ) -> list[list[Hit]]:
+        """For each of the queries (m, d) the `k` best rows, best first, equal scores in the order of ids.
+
+        `exclude` has a list of rows for each query that are no answer; `among` are the only rows that are one. The
+        score of l2 is the distance. Raises UsageError for a query without a direction and for a negative `k`.
+        """
+        lengths = np.linalg.norm(queries, axis=1)
+        if not (np.isfinite(lengths).all() and lengths.all()):
+            which = int(np.flatnonzero(~(np.isfinite(lengths) & (lengths > 0)))[0])
+            raise UsageError(
+                f"query {which + 1} is a vector that is zero or not finite: it has no direction",
+                "Such a row was never trained, or is damaged; choose another.",
+            )
+        kinds: dict[Metric, Callable[[Floats], _Score]] = {"cosine": _Cosine, "dot": _Dot, "l2": _Distance}
+        return self.best(kinds[metric](queries), k, exclude, among)
+
+    def best(
+        self, score: _Score, k: int, exclude: Sequence[Sequence[int]] = (), among: Ids | None = None
+    ) -> list[list[Hit]]:
+        """As `nearest`, for any score."""
+        if k < 0:
+            raise UsageError(f"-k {k}: a number of neighbours is not negative")
+        left_out = [np.asarray(ids, np.intp) for ids in exclude] or [np.empty(0, np.intp)] * score.queries
+        enough = k + max(map(len, left_out), default=0)
+        if k == 0:
+            return [[] for _ in range(score.queries)]
+        if among is not None:
+            candidates = [np.unique(among)] * score.queries
+        elif enough * 8 >= self.count:
+            candidates = [np.arange(self.count)] * score.queries
+        else:
+            candidates = self._scan(score.unit, score.bounds, enough)
+        hits = []
+        for query, (ids, out) in enumerate(zip(candidates, left_out, strict=True)):
+            ids = np.setdiff1d(ids, out, assume_unique=True)
+            values = self._exact(ids, score, query)
+            usable = np.isfinite(values)
+            ids, values = ids[usable], values[usable]
+            order = np.lexsort((ids, -values))[:k]
+            hits.append(
+                [Hit(int(id), score.shown(float(value))) for id, value in zip(ids[order], values[order], strict=True)]
+            )
+        return hits
+
+    def random_pairs(self, metric: Metric = "cosine", sample: int = 512) -> Spread:
+        """Mean and spread of the score over all pairs of up to `sample` usable rows, the same ones each time."""
+        usable = np.setdiff1d(np.arange(self.count), self.unusable(), assume_unique=True)
+        chosen = np.sort(np.random.default_rng(0).permutation(usable)[:sample])
+        block = self.vectors(chosen)
+        gram = block @ block.T
+        squares = gram.diagonal()
+        if metric == "cosine":
+            gram = gram / np.sqrt(np.outer(squares, squares))
+        elif metric == "l2":
+            gram = np.sqrt(np.maximum(squares[:, None] + squares - 2 * gram, 0))
+        values = gram[np.triu_indices(len(chosen), 1)]
+        if not len(values):
+            return Spread(0.0, 0.0, 0)
+        return Spread(float(values.mean()), float(values.std()), len(values))
+
+    def blocks(self) -> Iterator[tuple[int, Floats]]:
+        """(first row, those rows as float64) over the whole matrix, centred when it is."""
+        for start in range(0, self.count, self._block):
+            yield start, self.vectors(np.arange(start, min(start + self._block, self.count)))
+
+    def _exact(self, ids: Ids, score: _Score, query: int) -> Floats:
+        """The scores of the rows `ids` in float64, NaN for those without a direction."""
+        values = np.empty(len(ids))
+        step = self._block
+
+        def work(start: int) -> None:
+            for first in range(start, min(start + 16 * step, len(ids)), step):
+                some = slice(first, min(first + step, start + 16 * step))
+                block = self.vectors(ids[some])
+                lengths, usable = self._usable(block)
+                values[some] = np.where(usable, score.exact(block, lengths, query), np.nan)
+
+        _share(work, range(0, len(ids), 16 * step))
+        return values
+
+    def _usable(self, block: Floats) -> tuple[Floats, npt.NDArray[np.bool_]]:
+        """The lengths of some rows, and which of them have a direction."""
+        lengths = np.sqrt(_dot(block, block))
+        floor = 0.0
+        if self.mean is not None:  # a row that is the mean but for rounding
+            floor = 1e-12 * float(np.linalg.norm(self.mean))
+        return lengths, np.isfinite(lengths) & (lengths > floor)
+
+    def _mean(self) -> Floats:
+        """The mean of the rows that are finite and not zero."""
+        starts = range(0, self.count, self._panel)
+        sums = np.zeros((len(starts), self.matrix.width))
+        numbers = np.zeros(len(starts))
+
+        def work(start: int) -> None:
+            stop = min(start + self._panel, self.count)
+            single = np.empty((self._block, self.matrix.width), np.float32)
+            double = np.empty_like(single, np.float64)
+            for first in range(start, stop, self._block):
+                last = min(first + self._block, stop)
+                block = double[: last - first]
+                if self._dtype == "F64":
+                    np.copyto(block, self._array[first:last])
+                else:
+                    np.copyto(block, dots.widen(self._array[first:last], self._dtype, single))
+                usable = self._usable(block)[1]
+                sums[start // self._panel] += (block if usable.all() else block[usable]).sum(0)
+                numbers[start // self._panel] += usable.sum()
+
+        _share(work, starts)
+        mean: Floats = sums.sum(0) / max(numbers.sum(), 1)
+        return mean
+
+    def _scan(self, unit: Floats, bounds: _Bounds, k: int) -> list[Ids]:
+        """For each query of `bounds`, all rows that may be among its `k` best."""
+        first = self._lengths is None
+        lengths = np.empty(self.count, np.float32) if self._lengths is None else self._lengths
+        kernel = dots.choose(self._array, self._dtype, self.mean, len(unit))
+        asked = unit.astype(np.float32)
+        far = 0.0 if self.mean is None else float(np.linalg.norm(self.mean))
+        kept: list[list[tuple[Ids, Floats, Floats]]] = []  # of each panel, for each query: rows and their bounds
+        unusable: list[Ids] = []
+        extreme: list[Ids] = []
+        lock = threading.Lock()
+
+        def work(start: int) -> None:
+            stop = min(start + self._panel, self.count)
+            with np.errstate(all="ignore"):
+                products, squares = kernel.run(asked, start, stop, first)
+                here = lengths[start:stop]
+                aside = self._aside[start:stop]
+                if squares is not None:
+                    np.logical_not((squares > max(_TINY, (1e-4 * far) ** 2)) & (squares < _HUGE), out=aside)
+                    np.sqrt(squares, out=here)
+                    here[aside] = 1
+                    doubtful = np.flatnonzero(aside) + start
+                    for some in np.array_split(doubtful, len(doubtful) // 256 + 1):
+                        usable = self._usable(self.vectors(some))[1]
+                        with lock:
+                            unusable.append(some[~usable])
+                            extreme.append(some[usable])
+                if not len(asked):
+                    return
+                wide = here.astype(np.float64)
+                # Centring rounds by the size of the row and of the mean, not of what is left of them.
+                slack = kernel.error + (8 * dots.HALF_ULP * far / wide if far else 0.0)
+                lower, upper = bounds(products.astype(np.float64), wide, slack)
+            lower[:, aside] = upper[:, aside] = -np.inf
+            found = []
+            for low, high in zip(lower, upper, strict=True):
+                ids = np.flatnonzero((high >= _least(low, k)) & ~aside)
+                found.append((ids + start, low[ids], high[ids]))
+            with lock:
+                kept.append(found)
+
+        _share(work, range(0, self.count, self._panel))
+        if first:
+            self._lengths = lengths
+            self._unusable = np.sort(np.concatenate([np.empty(0, np.intp), *unusable]))
+            self._extreme = np.sort(np.concatenate([np.empty(0, np.intp), *extreme]))
+        candidates = []
+        for found in zip(*kept, strict=True):
+            ids, low, high = (np.concatenate(part) for part in zip(*found, strict=True))
+            candidates.append(np.sort(np.concatenate([ids[high >= _least(low, k)], self._extreme])))
+        return candidates
+
+
+class _Score(Protocol):
+    """A score by which rows are ranked: cheap bounds of it for all rows, the exact value for a few."""
+
+    unit: Floats
+    """The vectors, of length 1, whose dot products with the rows the bounds need, (t, d)."""
+    queries: int
+
+    def bounds(self, dots: Floats, lengths: Floats, slack: Floats | float) -> tuple[Floats, Floats]:
+        """Lower and upper bounds (queries, n) from dots (t, n) and lengths (n) of n rows.
+
+        A dot product is off by at most slack times its row's length, a length by at most slack times itself.
+        """
+
+    def exact(self, rows: Floats, lengths: Floats, query: int) -> Floats:
+        """The scores of rows (n, d) for one query; larger is better."""
+
+    def shown(self, value: float) -> float:
+        """The score as the user sees it."""
+
+
+_Bounds = Callable[[Floats, Floats, "Floats | float"], tuple[Floats, Floats]]
+
+
+class _Cosine:
+    def __init__(self, queries: Floats) -> None:
+        self.unit = queries / np.linalg.norm(queries, axis=1, keepdims=True)
+        self.queries = len(queries)
+
+    def bounds(self, dots: Floats, lengths: Floats, slack: Floats | float) -> tuple[Floats, Floats]:
+        cosine = dots / lengths
+        radius = 1.01 * slack * (1 + np.abs(cosine))
+        return cosine - radius, cosine + radius
+
+    def exact(self, rows: Floats, lengths: Floats, query: int) -> Floats:
+        return np.clip(_dot(rows, self.unit[query]) / lengths, -1, 1)
+
+    def shown(self, value: float) -> float:
+        return value
+
+
+class _Dot:
+    def __init__(self, queries: Floats) -> None:
+        self._length = np.linalg.norm(queries, axis=1, keepdims=True)
+        self.unit = queries / self._length
+        self._vectors = queries
+        self.queries = len(queries)
+
+    def bounds(self, dots: Floats, lengths: Floats, slack: Floats | float) -> tuple[Floats, Floats]:
+        radius = 1.01 * slack * lengths * self._length
+        return dots * self._length - radius, dots * self._length + radius
+
+    def exact(self, rows: Floats, lengths: Floats, query: int) -> Floats:
+        return _dot(rows, self._vectors[query])
+
+    def shown(self, value: float) -> float:
+        return value
+
+
+class _Distance:
+    """Ranked by the negative distance; the bounds are of its square."""
+
+    def __init__(self, queries: Floats) -> None:
+        self._length = np.linalg.norm(queries, axis=1, keepdims=True)
+        self.unit = queries / self._length
+        self._vectors = queries
+        self.queries = len(queries)
+
+    def bounds(self, dots: Floats, lengths: Floats, slack: Floats | float) -> tuple[Floats, Floats]:
+        square = lengths**2 - 2 * self._length * dots + self._length**2
+        radius = 2.05 * slack * lengths * (lengths + self._length)
+        return -square - radius, -square + radius
+
+    def exact(self, rows: Floats, lengths: Floats, query: int) -> Floats:
+        apart = rows - self._vectors[query]
+        return -np.sqrt(_dot(apart, apart))
+
+    def shown(self, value: float) -> float:
+        return abs(value)
+
+
+class Product:
+    """3CosMul (Levy and Goldberg, 2014, CoNLL): cosines, moved to 0..1, of the positive vectors multiplied together,
+    divided by those of the negative ones plus 0.001.
+
+    `terms` (q, t, d) are the t vectors of each of q questions, `signs` (t) is +1 or -1 for each.
+    """
+
+    def __init__(self, terms: Floats, signs: Sequence[int]) -> None:
+        self.queries = len(terms)
+        unit = terms / np.linalg.norm(terms, axis=2, keepdims=True)
+        self.unit = unit.reshape(-1, terms.shape[2])
+        self._positive = np.asarray(signs) > 0
+
+    def bounds(self, dots: Floats, lengths: Floats, slack: Floats | float) -> tuple[Floats, Floats]:
+        cosine = (dots / lengths).reshape(self.queries, len(self._positive), -1)
+        radius = 1.01 * slack * (1 + np.abs(cosine))
+        low, high = np.clip(cosine - radius, -1, 1), np.clip(cosine + radius, -1, 1)
+        return self._value(low, high), self._value(high, low)
+
+    def exact(self, rows: Floats, lengths: Floats, query: int) -> Floats:
+        count = len(self._positive)
+        cosine = _dot(rows[None], self.unit[query * count : query * count + count][:, None]) / lengths
+        value: Floats = self._value(np.clip(cosine, -1, 1)[None], np.clip(cosine, -1, 1)[None])[0]
+        return value
+
+    def shown(self, value: float) -> float:
+        return value
+
+    def _value(self, positive: Floats, negative: Floats) -> Floats:
+        above = ((1 + positive[:, self._positive]) / 2).prod(1)
+        value: Floats = above / (((1 + negative[:, ~self._positive]) / 2).prod(1) + 0.001)
+        return value
+
+
+def _least(lower: Floats, k: int) -> float:
+    """What a row must be able to reach to be among the `k` best, given lower bounds of the rows."""
+    return float(np.partition(lower, len(lower) - k)[len(lower) - k]) if len(lower) > k else -np.inf
+
+
+def _dot(rows: Floats, other: Floats) -> Floats:
+    """The dot product of each row with the same row of `other`, or with the one vector it is."""
+    result: Floats = np.vecdot(rows, other)
+    return result
+
+
+def _widen64(array: npt.NDArray[Any], dtype: str) -> Floats:
+    if dtype == "BF16":
+        array = tensors.as_float32(array, dtype)
+    return array.astype(np.float64)
+
+
+def _share(work: Callable[[int], None], starts: Sequence[int]) -> None:
+    """Call `work` with every start, on as many threads as there are cores to use."""
+    threads = min(len(starts), _cores())
+    if threads <= 1:
+        for start in starts:
+            work(start)
+        return
+    queue = iter(starts)
+    lock = threading.Lock()
+    failures: list[BaseException] = []
+
+    def take() -> None:
+        while not failures:
+            with lock:
+                start = next(queue, None)
+            if start is None:
+                return
+            try:
+                work(start)
+            except BaseException as failure:
+                failures.append(failure)
+
+    others = [threading.Thread(target=take) for _ in range(threads - 1)]
+    for thread in others:
+        thread.start()
+    take()
+    for thread in others:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def _cores() -> int:
+    """The cores this process may use, at most eight: more do not read memory faster."""
+    if hasattr(os, "sched_getaffinity"):
+        return min(len(os.sched_getaffinity(0)), 8)
+    return min(os.cpu_count() or 1, 8)
