@@ -188,13 +188,15 @@ def plan(
         )
     )
     order = [tensor.name for tensor in family.tensors(decided)]
+    types = sorted({filled[name].info.dtype for name in order})
+    mixed = [f"the file mixes {' and '.join(types)}: all are widened"] if len(types) > 1 else []
     return Plan(
         config=decided,
         tie=tie,
         sources={name: filled[name] for name in order},
         ignored=matched.ignored,
         warnings=tuple(warnings),
-        notes=(*checkpoint.notes, *hf.notes),
+        notes=(*checkpoint.notes, *hf.notes, *mixed),
     )
 
 
