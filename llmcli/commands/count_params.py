@@ -219,9 +219,9 @@ def total_rows(results: list[Result]) -> Iterator[Row]:
     yield Row("untied", [Cell(f"{count.total_untied:,}") for count in counts])
     yield Row("saved by tying", [Cell(f"{count.saved_by_tying:,}") for count in counts])
     if any(count.active != count.total for count in counts):
-        yield Row(
-            "active per token", [Cell(f"{count.active:,}", count.active / (count.total or 1)) for count in counts]
-        )
+        shares = [count.active / (count.total or 1) for count in counts]
+        cells = [Cell(f"{c.active:,}", share if share < 1 else None) for c, share in zip(counts, shares, strict=True)]
+        yield Row("active per token", cells)
     yield Row("counted as", [Cell("tied" if count.tie_word_embeddings else "untied") for count in counts])
     files = [result.counted.files for result in results]
     if any(files):
