@@ -417,7 +417,7 @@ class Run:
                     keep_copy(self.out, state.step, self.config.keep)
         gather.finish()
         self.processes.outcome(failure)
-        return Saved(step=state.step, path=str(self.out / name), best=name == "best")
+        return Saved(step=state.step, path=printable(self.out / name), best=name == "best")
 
     def sample(self, step: int) -> Sample:
         """What the model writes after the prompt of the recipe, always with the same draw."""
@@ -439,7 +439,7 @@ class Run:
         return Start(
             step=self.state.step,
             max_steps=self.config.max_steps,
-            out=str(self.out),
+            out=printable(self.out),
             parameters=count.total,
             tie_word_embeddings=self.recipe.model.tie_word_embeddings,
             vocab_size=self.recipe.model.vocab_size,
@@ -452,7 +452,7 @@ class Run:
             compiled=self.prepared.compiled,
             processes=self.processes.count,
             groups=self.groups,
-            notes=tuple(self.notes),
+            notes=tuple(map(printable, self.notes)),
         )
 
     def report(self, state: State, update: tuple[float, float, float]) -> Step:
@@ -489,7 +489,7 @@ class Run:
             best_loss=state.best_loss,
             best_step=state.best_step,
             seconds=time.monotonic() - self.began,
-            out=str(self.out),
+            out=printable(self.out),
         )
 
     def told(self, event: Event) -> Event:
@@ -527,7 +527,7 @@ def fitted(recipe: Recipe, by: Tokenizer, notes: list[str]) -> Recipe:
             )
             config = msgspec.structs.replace(config, vocab_size=by.size)
     else:
-        text = msgspec.structs.replace(text, tokenizer=os.path.abspath(text.tokenizer))
+        text = msgspec.structs.replace(text, tokenizer=whole_path(text.tokenizer))
         if by.size > config.vocab_size:
             raise ConfigError(
                 f"the tokenizer {recipe.data.tokenizer} has {by.size:,} tokens, the model {config.vocab_size:,} rows",
@@ -537,7 +537,7 @@ def fitted(recipe: Recipe, by: Tokenizer, notes: list[str]) -> Recipe:
             notes.append(f"{config.vocab_size - by.size:,} of the model's {config.vocab_size:,} rows have no token")
     for key in ("path", "validation_path"):
         if (value := getattr(text, key)) is not None:
-            path = os.path.abspath(value) if isinstance(value, str) else tuple(os.path.abspath(one) for one in value)
+            path = whole_path(value) if isinstance(value, str) else tuple(map(whole_path, value))
             text = msgspec.structs.replace(text, **{key: path})
     config = families.complete(config)
     context = recipe.train.context or min(config.max_position_embeddings, 1024)
@@ -548,6 +548,16 @@ def fitted(recipe: Recipe, by: Tokenizer, notes: list[str]) -> Recipe:
         )
     changed = msgspec.structs.replace(recipe.train, context=context)
     return msgspec.structs.replace(recipe, model=config, data=text, train=changed)
+
+
+def whole_path(path: str | Path) -> str:
+    """A path from the root that JSON can hold: a name that is no UTF-8 has its bytes spelled out."""
+    return printable(os.path.abspath(path))
+
+
+def printable(path: str | Path) -> str:
+    """A path that JSON can hold."""
+    return str(path).encode("utf-8", "backslashreplace").decode()
 
 
 def make_optimizer(model: Decoder, config: TrainConfig) -> tuple[torch.optim.AdamW, tuple[Group, ...]]:
