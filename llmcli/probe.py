@@ -263,13 +263,13 @@ class Rows:
             for first in range(start, min(start + 16 * step, len(ids)), step):
                 some = slice(first, min(first + step, start + 16 * step))
                 block = self.vectors(ids[some])
-                lengths, usable = self._usable(block)
+                lengths, usable = self.usable(block)
                 values[some] = np.where(usable, score.exact(block, lengths, query), np.nan)
 
         _share(work, range(0, len(ids), 16 * step))
         return values
 
-    def _usable(self, block: Floats) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    def usable(self, block: Floats) -> tuple[Floats, npt.NDArray[np.bool_]]:
         """The lengths of some rows, and which of them have a direction."""
         lengths = np.sqrt(_dot(block, block))
         floor = 0.0
@@ -294,7 +294,7 @@ class Rows:
                     np.copyto(block, self._array[first:last])
                 else:
                     np.copyto(block, dots.widen(self._array[first:last], self._dtype, single))
-                usable = self._usable(block)[1]
+                usable = self.usable(block)[1]
                 sums[start // self._panel] += (block if usable.all() else block[usable]).sum(0)
                 numbers[start // self._panel] += usable.sum()
 
@@ -326,7 +326,7 @@ class Rows:
                     here[aside] = 1
                     doubtful = np.flatnonzero(aside) + start
                     for some in np.array_split(doubtful, len(doubtful) // 256 + 1):
-                        usable = self._usable(self.vectors(some))[1]
+                        usable = self.usable(self.vectors(some))[1]
                         with lock:
                             unusable.append(some[~usable])
                             extreme.append(some[usable])

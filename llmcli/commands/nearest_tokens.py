@@ -2,83 +2,330 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import msgspec
 import typer
 
-from llmcli.commands import AsJson, Checkpoint
-from llmcli.output import emit, note
+from llmcli.commands import AsJson, Checkpoint, Offline, Revision
+from llmcli.output import emit, emit_json, note, progress, size, warn
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from rich.console import RenderableType
     from rich.table import Table
 
+    from llmcli.neighbours import Analogies, Answer, Comparison, Export, Names, Query
+    from llmcli.probe import Rows, Spread
+
 Tokens = Annotated[
-    list[str],
-    typer.Argument(metavar="TOKEN...", help="A token as the vocabulary spells it (▁she, Ġking), as text, or #id."),
+    list[str] | None,
+    typer.Argument(
+        metavar="[TOKEN]...", help="A token as the vocabulary spells it (▁she, Ġking), as text (' she'), or #id."
+    ),
 ]
-
-
-class Token(msgspec.Struct, frozen=True):
-    """A row of the matrix as the vocabulary spells it."""
-
-    token: str
-    id: int
-
-
-class Neighbour(Token, frozen=True):
-    """A token and its similarity to the query."""
-
-    score: float
-
-
-class Neighbours(msgspec.Struct, frozen=True):
-    """A query and the tokens nearest to it, best first."""
-
-    query: Token
-    neighbours: list[Neighbour]
+Text = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Ask for each token of a text.")]
+Mean = Annotated[bool, typer.Option("--mean", help="Ask for the mean of all these tokens instead of each.")]
+Vector = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Ask for the vectors in a file: .npy or JSON numbers.")
+]
+Analogy = Annotated[
+    list[str] | None, typer.Option(metavar="SUM", help="Ask for 'king - man + woman', a sum of unit vectors.")
+]
+AnalogyFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--analogies", metavar="FILE", help="Score a file of analogies: ': section' lines, four words a line."
+    ),
+]
+Method = Annotated[
+    Literal["add", "mul"], typer.Option(help="Answer analogies by adding cosines (3CosAdd) or multiplying (3CosMul).")
+]
+Lines = Annotated[bool, typer.Option("--stdin", help="Also read tokens from standard input, answering line by line.")]
+Count = Annotated[int, typer.Option("-k", metavar="K", help="How many neighbours.", min=0)]
+MatrixName = Annotated[
+    Literal["input", "output", "both"],
+    typer.Option(help="The embedding, the output projection, or both side by side."),
+]
+MetricName = Annotated[Literal["cosine", "dot", "l2"], typer.Option(help="What near means.")]
+Center = Annotated[bool, typer.Option("--center", help="Take the mean of all rows from every vector first.")]
+Among = Annotated[Path | None, typer.Option(metavar="FILE", help="Answer only with the tokens in a file, one a line.")]
+AllRows = Annotated[bool, typer.Option("--all-rows", help="Keep the padding rows behind the last token.")]
+Baseline = Annotated[
+    bool, typer.Option("--baseline", help="In JSON too: mean and spread of the score of random pairs of rows.")
+]
+Plot = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Draw similarities and a map to an .svg, .png or .pdf (extra: plot)."),
+]
+ExportTo = Annotated[
+    Path | None,
+    typer.Option(
+        "--export", metavar="DIR", help="Write the rows for the Embedding Projector and in word2vec's format."
+    ),
+]
 
 
 def run(
     checkpoint: Checkpoint,
-    tokens: Tokens,
-    k: Annotated[int, typer.Option("-k", help="How many neighbours.", min=0)] = 10,
+    tokens: Tokens = None,
+    k: Count = 10,
+    text: Text = None,
+    mean: Mean = False,
+    vector: Vector = None,
+    analogy: Analogy = None,
+    analogies: AnalogyFile = None,
+    method: Method = "add",
+    stdin: Lines = False,
+    matrix: MatrixName = "input",
+    metric: MetricName = "cosine",
+    center: Center = False,
+    among: Among = None,
+    all_rows: AllRows = False,
+    baseline: Baseline = False,
+    plot: Plot = None,
+    export: ExportTo = None,
+    revision: Revision = None,
+    offline: Offline = False,
     as_json: AsJson = False,
 ) -> None:
-    """The tokens whose embeddings are most similar to a token's, by cosine. Reads one tensor, without torch.
+    """Find the tokens whose vectors are nearest to a token's. Reads one tensor, in place, without torch.
 
-    Example: llmcli nearest-tokens runs/glasslm " she" -k 5
+    Scores are exact: they equal float64's. Rows that are zero or not finite are left out, and so is the query itself.
+
+    Example: llmcli nearest-tokens runs/glasslm ' she' -k 5
     """
-    from llmcli import probe, targets, tokenizer
+    from llmcli.errors import UsageError
 
-    path = targets.find_checkpoint(checkpoint)
-    matrix = probe.find_matrix(path)
-    vocabulary = tokenizer.load(path)
-    rows = min(matrix.rows, vocabulary.size)
-    for text in matrix.notes:
-        note(text)
-    results = []
-    for token in tokens:
-        id = int(token[1:]) if token[:1] == "#" and token[1:].isdecimal() else vocabulary.one_token(token)
-        tokenizer.check_ids([id], matrix.rows, vocabulary.size)
-        hits = probe.nearest(matrix, matrix.vectors([id])[0], k, rows=rows, exclude=[id])
-        results.append(
-            Neighbours(
-                Token(vocabulary.token(id), id), [Neighbour(vocabulary.token(h.id), h.id, h.score) for h in hits]
+    # The pass over the matrix has its own threads; BLAS's would only stand in their way. Read when numpy starts.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    if plot:
+        from llmcli.plot import check
+
+        check(plot)
+    if method == "mul" and (metric != "cosine" or not (analogy or analogies)):
+        raise UsageError("--method mul: 3CosMul answers analogies by cosines", "Leave it out, or add --analogy.")
+    if matrix == "both" and (analogies or export or plot):
+        what = "--analogies" if analogies else "--export" if export else "--plot"
+        raise UsageError(f"{what} is about one matrix", "Choose --matrix input or --matrix output.")
+
+    from llmcli import neighbours, probe, targets
+
+    path = targets.find_checkpoint(checkpoint, revision=revision, offline=offline)
+    sides: tuple[Literal["input", "output"], ...] = ("input", "output") if matrix == "both" else (matrix,)
+    matrices = [probe.find_matrix(path, side) for side in sides]
+    for text_of_note in dict.fromkeys(text for found in matrices for text in found.notes):
+        note(text_of_note)
+    if matrix != "input" and matrices[-1].tied:
+        note("the output is tied to the embedding: both are the same matrix")
+    names = neighbours.Names(path, min(found.rows for found in matrices))
+    queries = _queries(names, matrices[0].width, tokens or [], text or [], vector, analogy or [], mean)
+    if not (queries or analogies or export or stdin):
+        raise UsageError("there is nothing to ask for", "Give a token: llmcli nearest-tokens CHECKPOINT ' she'")
+
+    opened = [probe.Rows(found, None if all_rows else names.count, center) for found in matrices]
+    chosen = None
+    if among:
+        chosen, unknown = neighbours.read_among(among, names)
+        if unknown:
+            shown = ", ".join(map(repr, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
+            warn(f"{among}: {len(unknown)} lines are not one token and are left out: {shown}")
+        chosen = chosen[chosen < opened[0].count]
+
+    def ask(asked: Sequence[Query]) -> list[Any]:
+        found = [
+            neighbours.answer(rows, names, asked, k, metric=metric, method=method, among=chosen) for rows in opened
+        ]
+        spreads = None
+        if baseline or not as_json:
+            spreads = {side: rows.random_pairs(metric) for side, rows in zip(sides, opened, strict=True)}
+        answers: list[Any] = []
+        for place, query in enumerate(asked):
+            out = tuple(names.of(id) for id in query.left_out) if query.name.id is None else ()
+            if matrix == "both":
+                a, b = found[0][place], found[1][place]
+                answers.append(neighbours.Comparison(query.name, a, b, neighbours.overlap(a, b), out, spreads))
+            else:
+                spread = spreads[matrix] if spreads else None
+                answers.append(neighbours.Answer(query.name, found[0][place], out, spread))
+        return answers
+
+    scored: list[Any] = []
+    answers = ask(queries) if queries else []
+    if queries:
+        scored.append(answers[0] if len(answers) == 1 else answers)
+        if not as_json:
+            emit(answers, lambda shown: view(shown, metric), False)
+    if queries and k and chosen is None:
+        _say_left_out(names, opened, all_rows)
+    if analogies:
+        with progress("answering analogies", unit="questions") as advance:
+            result = neighbours.score_analogies(
+                opened[0], names, analogies, method=method, among=chosen, progress=advance
             )
-        )
-    emit(results[0] if as_json and len(results) == 1 else results, view, as_json)
+        scored.append(result)
+        if not as_json:
+            emit(result, view_analogies, False)
+    if export:
+        import numpy as np
+
+        ids = np.arange(opened[0].count) if chosen is None else np.unique(chosen)
+        with progress("writing", total=len(ids), unit="rows") as advance:
+            written = neighbours.export(opened[0], names, export, ids, advance)
+        scored.append(written)
+        if not as_json:
+            emit(written, view_export, False)
+    if as_json and scored:
+        emit_json(scored[0] if len(scored) == 1 else scored)
+    if plot:
+        from llmcli.neighbours_plot import draw
+
+        draw(answers, opened[0], plot)
+    if stdin:
+        for line in sys.stdin:
+            word = line.rstrip("\r\n")
+            if word:
+                found = ask(neighbours.token_queries(names, [word]))
+                if as_json:
+                    emit_json(found[0], indent=False)
+                else:
+                    emit(found, lambda shown: view(shown, metric), False)
 
 
-def view(results: list[Neighbours] | Neighbours) -> Table:
-    """One block of rows a query."""
+def _queries(
+    names: Names,
+    width: int,
+    tokens: Sequence[str],
+    texts: Sequence[str],
+    vector: Path | None,
+    analogies: Sequence[str],
+    mean: bool,
+) -> list[Query]:
+    from llmcli import neighbours
+
+    queries = neighbours.token_queries(names, tokens)
+    for text in texts:
+        queries += neighbours.text_queries(names, text)
+    if mean:
+        queries = [neighbours.mean_query(names, queries)]
+    if vector:
+        queries += neighbours.vector_queries(vector, width)
+    return queries + [neighbours.analogy_query(names, sum) for sum in analogies]
+
+
+def _say_left_out(names: Names, opened: Iterable[Rows], all_rows: bool) -> None:
+    for rows in opened:
+        if number := len(rows.unusable()):
+            kind = "zero, the mean itself" if rows.mean is not None else "zero"
+            note(f"{number} rows of the {rows.matrix.side} matrix are {kind} or not finite, and are left out")
+        if rows.matrix.rows > rows.count and not all_rows:
+            first, last = rows.count, rows.matrix.rows - 1
+            note(f"{last - first + 1} rows without a token are left out ({first} to {last}); --all-rows keeps them")
+
+
+def view(answers: Sequence[Answer] | Sequence[Comparison], metric: str) -> RenderableType:
+    """A block of rows for each query, and what random pairs score."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from llmcli.neighbours import Answer, escaped
+
+    parts: list[RenderableType] = []
+    for answer in answers:
+        title = Text(escaped(answer.query.token) if answer.query.id is not None else answer.query.token, style="bold")
+        if answer.query.id is not None:
+            title.append(f"  #{answer.query.id}", style="dim")
+        if answer.left_out:
+            title.append(f"  (left out: {', '.join(map(escaped, answer.left_out))})", style="dim")
+        table = _table(answer, metric) if isinstance(answer, Answer) else _side_by_side(answer, metric)
+        parts += [title, table]
+        if not isinstance(answer, Answer):
+            parts.append(Text(f"in both lists: {answer.overlap:.0%}", style="dim"))
+        parts.append(Text())
+    spread = answers[0].baseline
+    if spread is not None:
+        parts.append(Text(_said(spread, metric), style="dim"))
+    return Group(*parts)
+
+
+def _said(baseline: Spread | dict[Any, Spread], metric: str) -> str:
+    spreads = baseline if isinstance(baseline, dict) else {"": baseline}
+    said = [f"{side} {s.mean:.3f} ± {s.std:.3f}".strip() for side, s in spreads.items()]
+    return f"random pairs of rows, {metric}: {', '.join(said)} (mean and standard deviation)"
+
+
+def _columns(table: Table, metric: str) -> None:
+    table.add_column("token", min_width=12)
+    table.add_column("id", justify="right", style="dim")
+    table.add_column("distance" if metric == "l2" else metric, justify="right")
+
+
+def _table(answer: Answer, metric: str) -> Table:
     from rich.table import Table
+    from rich.text import Text
+
+    from llmcli.neighbours import escaped
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    _columns(table, metric)
+    for hit in answer.neighbours:
+        table.add_row(Text(escaped(hit.token)), str(hit.id), f"{hit.score:.4f}")
+    return table
+
+
+def _side_by_side(answer: Comparison, metric: str) -> Table:
+    from itertools import zip_longest
+
+    from rich.table import Table
+    from rich.text import Text
+
+    from llmcli.neighbours import escaped
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("input", min_width=12)
+    table.add_column("id", justify="right", style="dim")
+    table.add_column(metric, justify="right")
+    table.add_column("  output", min_width=12)
+    table.add_column("id", justify="right", style="dim")
+    table.add_column(metric, justify="right")
+    both = {hit.id for hit in answer.input} & {hit.id for hit in answer.output}
+    for pair in zip_longest(answer.input, answer.output):
+        cells: list[Any] = []
+        for side, hit in enumerate(pair):
+            if hit is None:
+                cells += ["", "", ""]
+            else:
+                name = Text("  " * side + escaped(hit.token), style="bold" if hit.id in both else "")
+                cells += [name, str(hit.id), f"{hit.score:.4f}"]
+        table.add_row(*cells)
+    return table
+
+
+def view_analogies(result: Analogies) -> Table:
+    """A row for each section, and the total."""
+    from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("query", "neighbour", "id", "cosine"):
-        table.add_column(heading, justify="right" if heading in ("id", "cosine") else "left")
-    for result in results if isinstance(results, list) else [results]:
-        for place, hit in enumerate(result.neighbours):
-            query = f"{result.query.token} #{result.query.id}" if place == 0 else ""
-            table.add_row(query, hit.token, str(hit.id), f"{hit.score:.4f}")
+    table.add_column("section")
+    for heading in ("asked", "correct", "accuracy", "skipped"):
+        table.add_column(heading, justify="right")
+    for section in (*result.sections, result.total):
+        share = "–" if section.accuracy is None else f"{section.accuracy:.1%}"
+        style = "bold" if section is result.total else None
+        table.add_row(
+            Text(section.name), f"{section.asked:,}", f"{section.correct:,}", share, f"{section.skipped:,}", style=style
+        )
     return table
+
+
+def view_export(written: Export) -> RenderableType:
+    """The files, with their sizes."""
+    from rich.text import Text
+
+    lines = [f"{written.rows:,} vectors of {written.width}"]
+    lines += [f"{file}  {size(Path(file).stat().st_size)}" for file in written.files]
+    return Text("\n".join(lines))
