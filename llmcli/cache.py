@@ -54,11 +54,19 @@ class LayerCache:
         return self._seen(buffer, 1)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows of the batch, in this order; a row may be asked for several times."""
-        if self._buffer is not None:
-            self._buffer = self._buffer[:, list(rows)]
+        """Keep these rows of the batch, in this order; a row may be asked for several times.
+
+        Positions that are empty in front of all of them go, and `length` counts from the longest row's first one.
+        """
+        kept, cut = list(rows), 0
         if self.padding is not None:
-            self.padding = self.padding[list(rows)]
+            padding = self.padding[kept]
+            empty = int(padding.min())
+            cut = max(0, empty - (self.length - self._end))  # what is left of them in the buffer
+            self.length, self._end = self.length - empty, self._end - cut
+            self.padding = padding - empty if int(padding.max()) > empty else None
+        if self._buffer is not None:
+            self._buffer = self._buffer[:, kept, :, cut:]
 
     @property
     def nbytes(self) -> int:

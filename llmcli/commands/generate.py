@@ -54,6 +54,11 @@ def run(
 
     Example: llmcli generate runs/default/best "Once upon a time" --temperature 0.5 --seed 1
     """
+    if sum(given is not None for given in (prompt, prompt_file, ids)) > 1:
+        raise UsageError("more than one prompt: an argument, --prompt-file and --ids", "Give one of them.")
+    talking = prompt is None and prompt_file is None and ids is None and sys.stdin.isatty() and not as_json
+    given = None if talking else _given_ids(ids) if ids is not None else _given_text(prompt, prompt_file)
+    tokenizer = _tokenizer(checkpoint, needed=not isinstance(given, list))
     sampling = _sampling(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -64,13 +69,6 @@ def run(
         seed=seed,
         logprobs=logprobs if logprobs is not None or not as_json else 0,
     )
-    if sum(given is not None for given in (prompt, prompt_file, ids)) > 1:
-        raise UsageError("more than one prompt: an argument, --prompt-file and --ids", "Give one of them.")
-    talking = prompt is None and prompt_file is None and ids is None and sys.stdin.isatty() and not as_json
-    given = None if talking else _given_ids(ids) if ids is not None else _given_text(prompt, prompt_file)
-    from llmcli.targets import find_checkpoint
-
-    tokenizer = _tokenizer(find_checkpoint(checkpoint), needed=not isinstance(given, list))
     model = open_model(checkpoint, tie, keep, dtype)[0].to(device)
     if talking:
         assert tokenizer is not None
@@ -189,10 +187,11 @@ def _given_text(prompt: str | None, file: Path | None) -> str:
     return corpus.newline(text).removesuffix("\n")
 
 
-def _tokenizer(path: Path, needed: bool) -> Tokenizer | None:
+def _tokenizer(checkpoint: str, needed: bool) -> Tokenizer | None:
     """The checkpoint's tokenizer; None where it has none and the prompt is ids."""
-    from llmcli import tokenizer
+    from llmcli import targets, tokenizer
 
+    path = targets.find_checkpoint(checkpoint)
     try:
         return tokenizer.load(path)
     except TokenizerError:
