@@ -1,0 +1,290 @@
+"""llmcli trace: one forward pass, every stage of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from llmcli.commands import AsJson, Checkpoint, Keep, Tie, open_model
+from llmcli.errors import TokenizerError, UsageError
+from llmcli.output import emit, note, size
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from llmcli.lab import Lab
+    from llmcli.tokenizer import Tokenizer
+    from llmcli.trace import Pass, Stage
+
+ROWS, COLUMNS = 10, 8
+"""How many of a stage's rows and columns a table shows unless told; JSON has them all."""
+
+
+class TracedPass(msgspec.Struct, frozen=True):
+    """A pass in numbers: the new positions `start ...`, their ids and tokens, and every stage in order."""
+
+    kind: str
+    start: int
+    ids: list[int]
+    tokens: list[str]
+    stages: list[Stage]
+
+
+class Traced(msgspec.Struct, frozen=True):
+    """The prompt's pass, and a cached pass for each token after it."""
+
+    checkpoint: str
+    tied: bool
+    passes: list[TracedPass]
+
+
+class Slice(msgspec.Struct, frozen=True):
+    """Some of a stage's values: rows and columns [start, stop), in one head where the stage has heads.
+
+    The labels are the tokens that rows or columns stand for, null where they stand for none.
+    """
+
+    number: int = msgspec.field(name="pass")
+    stage: Stage
+    head: int | None
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    values: list[list[float]]
+    row_labels: list[str] | None
+    column_labels: list[str] | None
+
+
+def run(
+    checkpoint: Checkpoint,
+    text: Annotated[str | None, typer.Argument(help="The text to run the model on.")] = None,
+    ids: Annotated[str | None, typer.Option(help="The text as token ids: '1,403,407'.")] = None,
+    stage: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Show values of one stage: embed, blocks.0.weights, logits.")
+    ] = None,
+    head: Annotated[int, typer.Option(min=0, help="With --stage: which head, where there are several.")] = 0,
+    rows: Annotated[str | None, typer.Option(metavar="A:B", help="With --stage: rows A to B-1.")] = None,
+    columns: Annotated[str | None, typer.Option(metavar="A:B", help="With --stage: columns A to B-1.")] = None,
+    new: Annotated[
+        int, typer.Option("--generate", "-n", metavar="N", min=0, help="Go on for N tokens, each a cached pass.")
+    ] = 0,
+    number: Annotated[int, typer.Option("--pass", metavar="N", help="Which pass to show: 0 is the prompt's.")] = 0,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="With --generate: 0: the most probable token; 1: drawn as learned.")
+    ] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="With --generate: the same seed draws the same tokens.")] = None,
+    save: Annotated[
+        Path | None, typer.Option(metavar="FILE.safetensors", help="Save every stage's whole tensor.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Write the lab's page with these passes in it.")
+    ] = None,
+    tie: Tie = "auto",
+    keep: Keep = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; default: the file's.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, mps.")] = "cpu",
+    as_json: AsJson = False,
+) -> None:
+    """Record every stage of a forward pass: ids, embeddings, attention, feed-forward, logits, probabilities.
+
+    Example: llmcli trace runs/default/best "Once upon a time" --stage blocks.0.weights --head 2
+    """
+    if (text is None) == (ids is None):
+        raise UsageError("give a text or --ids, one of them", "For example: llmcli trace CHECKPOINT 'Once upon a time'")
+    from llmcli import trace
+    from llmcli.generate import Sampling
+    from llmcli.lab import Lab, Limits
+    from llmcli.targets import find_checkpoint
+
+    row_range, column_range = _range("--rows", rows), _range("--columns", columns)
+    given = None if ids is None else _ids(ids)
+    for file, suffix in ((save, ".safetensors"), (html, ".html")):
+        _check_place(file, suffix)
+    path = find_checkpoint(checkpoint)
+    tokenizer = open_tokenizer(path, needed=given is None)
+    model, plan = open_model(checkpoint, tie, keep, dtype)
+    lab = Lab(
+        model.to(device),
+        tokenizer,
+        name=path.resolve().name,
+        tie=plan.tie.reason,
+        path=path,
+        limits=Limits(prompt_tokens=1 << 30, prompt_characters=1 << 30, passes=new + 1, values=1 << 60),
+    )
+    begun = lab.start(text or ids or "", given)
+    sampling = Sampling(temperature=temperature, seed=seed)
+    for _ in range(new):
+        if (chosen := lab.step(begun.id, sampling).chosen) and chosen.ends:
+            break
+    recorded = [lab.recorded(begun.id, n) for n in range(len(lab.text(begun.id).passes))]
+    place = _index("--pass", number, len(recorded))
+    if save is not None:
+        trace.save(recorded, save)
+        note(f"saved {save}: {sum(len(made.tensors) for made in recorded):,} tensors, {size(save.stat().st_size)}")
+    if html is not None:
+        _write_page(lab, begun.id, html)
+    if stage is None:
+        passes = [_in_numbers(lab, made) for made in recorded]
+        traced = Traced(checkpoint, model.output_projection is None, passes)
+        emit(traced, lambda traced: view(traced, place), as_json)
+        return
+    if not as_json:
+        row_range = row_range or slice(0, ROWS)
+        column_range = column_range or slice(0, COLUMNS)
+    result = _cut(lab, begun.id, place, stage, head, row_range or slice(None), column_range or slice(None))
+    emit(result, view_slice, as_json)
+
+
+def open_tokenizer(path: Path, needed: bool) -> Tokenizer | None:
+    """A checkpoint's tokenizer; None, with a note, where there is none that can be read and it is not needed."""
+    from llmcli import tokenizer
+
+    try:
+        return tokenizer.load(path)
+    except TokenizerError as error:
+        if needed:
+            raise
+        note(f"{error.message} Tokens are shown as ids.")
+        return None
+
+
+def _ids(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.replace(",", " ").split()]
+    except ValueError:
+        raise UsageError(f"--ids {text}: not a list of numbers", "For example: --ids 1,403,407") from None
+
+
+def _in_numbers(lab: Lab, made: Pass) -> TracedPass:
+    return TracedPass(made.kind, made.start, list(made.ids), [lab.token(id).spelling for id in made.ids], made.stages())
+
+
+def _cut(lab: Lab, text: str, number: int, name: str, head: int, rows: slice, columns: slice) -> Slice:
+    made = lab.recorded(text, number)
+    shape = made.tensor(name).shape
+    heads = [slice(_index("--head", head, shape[0]), head + 1)] if len(shape) == 3 else []
+    at = [*heads, rows, columns] if len(shape) > 1 else [rows]
+    found = lab.values(text, number, name, at)
+    values = found.values[0] if heads else [[value] for value in found.values] if len(shape) == 1 else found.values
+    places = [(start, max(start, stop)) for start, stop, _ in found.at[len(heads) :]]
+    return Slice(
+        number=number,
+        stage=lab.stage(made, name),
+        head=head if heads else None,
+        rows=places[0],
+        columns=places[1] if len(shape) > 1 else (0, 1),
+        values=values,
+        row_labels=found.labels[len(heads)],
+        column_labels=found.labels[-1] if len(shape) > 1 else None,
+    )
+
+
+def _range(option: str, text: str | None) -> slice | None:
+    """ "2:5", ":5", "-3:" or "4" as a slice."""
+    if text is None:
+        return None
+    try:
+        parts = [int(part) if part.strip() else None for part in text.split(":")]
+        if len(parts) == 1 and parts[0] is not None:
+            return slice(parts[0], parts[0] + 1 or None)
+        start, stop = parts
+    except ValueError:
+        raise UsageError(f"{option} {text}: not of the form A:B", f"For example: {option} 0:8") from None
+    return slice(start, stop)
+
+
+def _index(option: str, number: int, count: int) -> int:
+    if not -count <= number < count:
+        raise UsageError(f"{option} {number}: there is no such one", f"They are numbered 0 to {count - 1}.")
+    return number % count
+
+
+def _check_place(file: Path | None, suffix: str) -> None:
+    """Refuse a file that could not be written, before the work."""
+    if file is None:
+        return
+    if file.suffix != suffix:
+        raise UsageError(f"{file}: its name does not end in {suffix}", f"For example: {file.with_suffix(suffix)}")
+    if not file.absolute().parent.is_dir():
+        raise UsageError(f"{file}: there is no folder {file.absolute().parent}", "Make it first.")
+
+
+def _write_page(lab: Lab, text: str, file: Path) -> None:
+    from llmcli.lab import page
+
+    content, rounded = page(lab, text)
+    try:
+        file.write_text(content, "utf-8")
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}", "Choose another place.") from None
+    note(f"wrote {file}, {size(file.stat().st_size)}" + ("; its values are rounded to float16" if rounded else ""))
+
+
+def view(traced: Traced, number: int) -> RenderableType:
+    """One pass stage by stage; then, where there are several, what each pass was."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    made = traced.passes[number]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("stage", no_wrap=True)
+    for heading in ("shape", "mean", "rms", "min", "max"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("meaning", style="dim", overflow="ellipsis", no_wrap=True)
+    for found in made.stages:
+        shape = " x ".join(map(str, found.shape))
+        numbers = [f"{value:.4g}" for value in (found.mean, found.rms, found.min, found.max)]
+        if found.name == "ids" or found.name.endswith(".experts"):
+            numbers[:2] = "", ""  # a mean of numbers that are names
+        table.add_row(found.name, shape, *numbers, found.meaning)
+    if len(traced.passes) == 1:
+        return table
+    steps = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("pass", "positions", "embed", "keys of block 0"):
+        steps.add_column(heading, justify="right")
+    steps.add_column("tokens", overflow="ellipsis", no_wrap=True)
+    for n, one in enumerate(traced.passes):
+        shapes = {stage.name: " x ".join(map(str, stage.shape)) for stage in one.stages}
+        last = one.start + len(one.ids) - 1
+        positions = f"{one.start}-{last}" if last > one.start else str(last)
+        steps.add_row(str(n), positions, shapes["embed"], shapes.get("blocks.0.keys", ""), Text(" ".join(one.tokens)))
+    return Group(Text(f"pass {number}", "bold"), table, "", steps)
+
+
+def view_slice(found: Slice) -> RenderableType:
+    """The values as a table, and what was cut off."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("", justify="right", style="dim")
+    if found.row_labels is not None:
+        table.add_column("", no_wrap=True)
+    for n, column in enumerate(range(*found.columns)):
+        label = f" {found.column_labels[n]}" if found.column_labels is not None else ""
+        table.add_column(Text(f"{column}{label}"), justify="right")
+    for n, values in enumerate(found.values):
+        spoken = [Text(found.row_labels[n])] if found.row_labels is not None else []
+        table.add_row(str(found.rows[0] + n), *spoken, *(_number(value) for value in values))
+    head = "" if found.head is None else f"head {found.head} of {found.stage.shape[0]}, "
+    shape = found.stage.shape[-2:] if len(found.stage.shape) > 1 else (*found.stage.shape, 1)
+    rows, columns = (_part(*part) for part in (("row", found.rows, shape[0]), ("column", found.columns, shape[1])))
+    axes = " x ".join(f"{size} ({axis})" for size, axis in zip(found.stage.shape, found.stage.axes, strict=True))
+    title = Text(f"{found.stage.name}: {found.stage.meaning}; {axes}")
+    return Group(title, Text(f"{head}{rows}, {columns}", "dim"), table)
+
+
+def _part(what: str, part: tuple[int, int], size: int) -> str:
+    if part == (0, size):
+        return f"all {size:,} {what}s" if size != 1 else f"the one {what}"
+    if part[1] - part[0] == 0:
+        return f"no {what} of {size:,}"
+    return f"{what}s {part[0]:,} to {part[1] - 1:,} of {size:,}"
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.4g}"
