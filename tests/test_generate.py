@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -282,7 +283,8 @@ def test_non_finite_logits_stop_with_the_step_and_the_cause() -> None:
         next(stream)
     half = wild().half()
     with torch.no_grad():
-        half.blocks[1].feed_forward.down.weight *= 4e4  # type: ignore[union-attr, operator]
+        half.token_embeddings.weight *= 3e4
+        half.final_norm.weight *= 1e3  # type: ignore[union-attr, operator]
     with pytest.raises(NonFiniteLogits, match="float16 overflowed"):
         next(generate(half, [[1, 2]], GREEDY))
 
@@ -434,21 +436,24 @@ def test_several_samples_are_a_list_whose_first_is_the_single_one(
     assert answer(capsys, folder, *options, "--no-cache")["ids"] == single["ids"]
 
 
-def test_a_prompt_comes_from_the_line_a_file_stdin_or_ids(folder: Path, tmp_path: Path) -> None:
+def test_a_prompt_comes_from_the_line_a_file_stdin_or_ids(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "a prompt.txt"
     file.write_bytes(b"\xef\xbb\xbfab\r\ncd\r\n")
 
-    def asked(*arguments: str, stdin: bytes = b"") -> list[int]:
-        command = [sys.executable, "-m", "llmcli", "generate", str(folder), *arguments, "-n", "1", "--json"]
-        result = subprocess.run(command, input=stdin, capture_output=True, timeout=120)
-        assert result.returncode == 0, result.stderr
-        ids: list[int] = json.loads(result.stdout)["prompt_ids"]
-        return ids
+    def asked(*arguments: str, stdin: bytes = b"") -> object:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        return answer(capsys, folder, *arguments, "-n", "1")["prompt_ids"]
 
+    assert asked("ab") == list(b"ab")
     assert asked("--prompt-file", str(file)) == list(b"ab\ncd")
     assert asked(stdin=b"ab\r\ncd\n") == asked("-", stdin=b"ab\r\ncd") == list(b"ab\ncd")
     assert asked("--ids", "97, 98 99") == [97, 98, 99]
-    assert asked() == [256]  # nothing: the token that stands between texts begins one
+    assert asked() == asked("") == [256]  # nothing: the token that stands between texts begins one
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\x92")))
+    assert cli.run(["generate", str(folder)]) == 1
+    assert "0x92 at offset 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
