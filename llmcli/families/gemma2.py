@@ -96,6 +96,7 @@ FAMILY = Family(
     defaults={
         **gemma.FAMILY.defaults,
         "hidden_dim": lambda config: 4 * config.embed_dim,
+        "query_scale": lambda config: config.head_size or config.embed_dim // config.num_heads,
         "window_layers": lambda config: tuple(window_layers(config.num_layers, 2)) if config.window_size else None,
     },
     hf_fields={**HF_FIELDS, "attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"},
