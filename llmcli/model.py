@@ -28,8 +28,11 @@ class Decoder(nn.Module):
         family = families.get(config.family)
         layered = config.num_layers > 0
         self.token_embeddings = TokenEmbeddings(config.vocab_size, config.embed_dim, config.scale_embeddings)
+        # Zeros, until `initialise` or a checkpoint fills them: nn.Embedding's own values, drawn on the meta device where
+        # loading builds the model, make torch import its compiler, which takes longer than all the rest of loading.
+        length = config.max_position_embeddings
         self.position_embeddings = (
-            nn.Embedding(config.max_position_embeddings, config.embed_dim)
+            nn.Embedding(length, config.embed_dim, _weight=torch.zeros(length, config.embed_dim))
             if family.learned_positions and layered
             else None
         )
