@@ -28,8 +28,8 @@ class Decoder(nn.Module):
         family = families.get(config.family)
         layered = config.num_layers > 0
         self.token_embeddings = TokenEmbeddings(config.vocab_size, config.embed_dim, config.scale_embeddings)
-        # Zeros, until `initialise` or a checkpoint fills them: nn.Embedding's own values, drawn on the meta device where
-        # loading builds the model, make torch import its compiler, which takes longer than all the rest of loading.
+        # Zeros, until `initialise` or a checkpoint fills them: nn.Embedding would draw values, which on the meta device
+        # (where loading builds a model) makes torch import its compiler, at ten times the cost of loading.
         length = config.max_position_embeddings
         self.position_embeddings = (
             nn.Embedding(length, config.embed_dim, _weight=torch.zeros(length, config.embed_dim))

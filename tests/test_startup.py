@@ -39,7 +39,7 @@ def refuse(*args, **kwargs):
 socket.socket.__init__ = socket.create_connection = socket.getaddrinfo = refuse
 from llmcli import cli
 code = cli.run(sys.argv[1:])
-loaded = sorted({name.partition(".")[0] for name in sys.modules})
+loaded = sorted({".".join(name.split(".")[:n]) for name in sys.modules for n in (1, 2)})
 try:  # not getrusage: its peak begins with that of the process that started this one
     memory = next(int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 except OSError:
@@ -135,6 +135,13 @@ def test_a_name_like_a_repository_is_local_where_it_exists(checkpoint: Path, mon
 def test_what_computes_with_torch_needs_no_other_project_and_no_network(checkpoint: Path) -> None:
     _, loaded, _ = run("load-hf", checkpoint)
     assert "torch" in loaded and loaded.isdisjoint({*HEAVY} - {"torch"})
+
+
+def test_loading_does_not_import_the_compiler_of_torch(tmp_path: Path) -> None:
+    """It takes a second, and drawing a random number on the meta device is enough to import it."""
+    write(tmp_path, "gpt2", "F32", vocab_size=64, num_layers=1)
+    _, loaded, _ = run("load-hf", tmp_path)
+    assert "torch.nn" in loaded and "torch._dynamo" not in loaded
 
 
 def test_the_block_on_sockets_is_one_that_is_noticed() -> None:
