@@ -87,9 +87,9 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
                 raise CheckpointError(
                     f"{path}: {size} bytes, too short for a safetensors file", "It is truncated or empty; get it again."
                 )
-            _refuse_other_formats(first, path)
             length = int.from_bytes(first, "little")
             if length > size - 8:
+                _refuse_other_formats(first, path)
                 raise CheckpointError(
                     f"{path}: its header claims {length:,} bytes, the file has {size:,}",
                     "It is not a safetensors file, or it is truncated; get it again.",
@@ -108,7 +108,10 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def _refuse_other_formats(first: bytes, path: Path) -> None:
-    """Name what is often found under the name of a safetensors file, from its first eight bytes."""
+    """Name what is often found under the name of a safetensors file, from its first eight bytes.
+
+    Only once they cannot be a header's length: a header of 640 bytes begins as a pickle does.
+    """
     if first == b"version ":
         raise CheckpointError(
             f"{path}: a Git LFS pointer instead of the file it points to", "Fetch the file itself: git lfs pull."

@@ -141,6 +141,12 @@ def test_names_with_escapes_and_a_tensor_called_data_offsets_read(tmp_path: Path
     assert set(tensors.read_header(file_of(tmp_path / "m", header))) == {"data_offsets", 'qu"ote'}
 
 
+@pytest.mark.parametrize("length", [0x280, 0x480, 0x8004])
+def test_a_header_whose_length_looks_like_a_pickle_reads(tmp_path: Path, length: int) -> None:
+    path = file_of(tmp_path / "m", json.dumps(BASE).encode().ljust(length))
+    assert set(tensors.read_header(path)) == {"a", "b"}
+
+
 def test_a_folder_a_pipe_and_an_absent_file_are_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name in ("pipe", ".", "absent"):
