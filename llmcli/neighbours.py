@@ -445,6 +445,11 @@ def escaped(token: str) -> str:
     return shown if shown else '""'
 
 
+def visible(token: str) -> str:
+    """A token for the eye: as `escaped`, but `<row 62>` stays as it is."""
+    return token if re.fullmatch(r"<row \d+>", token) else escaped(token)
+
+
 def _escape(character: str) -> str:
     return "\\x20" if character == " " else ascii(character)[1:-1]
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from llmcli.errors import UsageError
-from llmcli.neighbours import Answer, escaped
+from llmcli.neighbours import Answer, Neighbour, Token, visible
 from llmcli.plot import PALETTE, SEQUENTIAL, drawing, readable
 from llmcli.probe import Floats, Rows
 
@@ -22,16 +22,15 @@ def draw(answers: Sequence[Answer], rows: Rows, path: Path) -> None:
 
     Raises UsageError where there are fewer than two rows, and as `plot.drawing` does.
     """
-    group: dict[int, int] = {}
+    group = {answer.query.id: place for place, answer in enumerate(answers) if answer.query.id is not None}
+    asked = set(group)
     labels: dict[int, str] = {}
-    asked: set[int] = set()
     for place, answer in enumerate(answers):
-        for row in ([answer.query] if answer.query.id is not None else []) + list(answer.neighbours):
+        members: list[Token | Neighbour] = [answer.query, *answer.neighbours]
+        for row in members:
             if row.id is not None and len(labels) < MOST_DRAWN:
                 group.setdefault(row.id, place)
-                labels.setdefault(row.id, readable(escaped(row.token)))
-        if answer.query.id is not None:
-            asked.add(answer.query.id)
+                labels.setdefault(row.id, readable(visible(row.token)))
     if len(labels) < 2:
         raise UsageError("--plot: there are fewer than two tokens to draw", "Ask for more neighbours with -k.")
     ids = list(labels)
@@ -66,6 +65,11 @@ def draw(answers: Sequence[Answer], rows: Rows, path: Path) -> None:
                 *places[n], s=70 if id in asked else 28, color=PALETTE[kind], marker=markers[kind], zorder=3,
                 edgecolor="black" if id in asked else "none",
             )  # fmt: skip
+        if len(answers) > 1:
+            for place, answer in enumerate(answers[: len(PALETTE)]):
+                name = readable(answer.query.token)
+                right.scatter([], [], color=PALETTE[place], marker=markers[place], label=f"near {name}")
+            right.legend(loc="upper left", bbox_to_anchor=(0, -0.12), ncols=2, fontsize=8)
         right.set_title("map: first two principal axes")
         right.set_xlabel(f"axis 1 ({shares[0]:.0%} of the variance)")
         right.set_ylabel(f"axis 2 ({shares[1]:.0%})")

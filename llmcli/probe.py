@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -235,24 +235,45 @@ class Rows:
 
     def random_pairs(self, metric: Metric = "cosine", sample: int = 512) -> Spread:
         """Mean and spread of the score over all pairs of up to `sample` usable rows, the same ones each time."""
+        values = self.pairs(metric, sample)
+        if not len(values):
+            return Spread(0.0, 0.0, 0)
+        return Spread(float(values.mean()), float(values.std()), len(values))
+
+    def pairs(self, metric: Metric = "cosine", sample: int = 512) -> Floats:
+        """The scores of all pairs of up to `sample` usable rows, the same ones each time."""
         usable = np.setdiff1d(np.arange(self.count), self.unusable(), assume_unique=True)
-        chosen = np.sort(np.random.default_rng(0).permutation(usable)[:sample])
-        block = self.vectors(chosen)
+        block = self.vectors(np.sort(np.random.default_rng(0).permutation(usable)[:sample]))
         gram = block @ block.T
         squares = gram.diagonal()
         if metric == "cosine":
             gram = gram / np.sqrt(np.outer(squares, squares))
         elif metric == "l2":
             gram = np.sqrt(np.maximum(squares[:, None] + squares - 2 * gram, 0))
-        values = gram[np.triu_indices(len(chosen), 1)]
-        if not len(values):
-            return Spread(0.0, 0.0, 0)
-        return Spread(float(values.mean()), float(values.std()), len(values))
+        return gram[np.triu_indices(len(block), 1)]
 
-    def blocks(self) -> Iterator[tuple[int, Floats]]:
-        """(first row, those rows as float64) over the whole matrix, centred when it is."""
-        for start in range(0, self.count, self._block):
-            yield start, self.vectors(np.arange(start, min(start + self._block, self.count)))
+    def each(self, work: Callable[[int, Floats], None]) -> None:
+        """Call `work` with (first row, some rows as float64) until all rows were had, from several threads at once."""
+
+        def panel(start: int) -> None:
+            for first in range(start, min(start + self._panel, self.count), self._block):
+                work(first, self.vectors(np.arange(first, min(first + self._block, start + self._panel, self.count))))
+
+        share(panel, range(0, self.count, self._panel))
+
+    def products(self, vector: Floats) -> Floats:
+        """The dot product of every row with a vector of length 1, to float32's precision."""
+        kernel = dots.Wide(self._array, self._dtype, self.mean)
+        unit = vector.astype(np.float32)[None]
+        result = np.empty(self.count)
+
+        def panel(start: int) -> None:
+            stop = min(start + self._panel, self.count)
+            with np.errstate(all="ignore"):
+                result[start:stop] = kernel.run(unit, start, stop, False)[0][0]
+
+        share(panel, range(0, self.count, self._panel))
+        return result
 
     def _exact(self, ids: Ids, score: _Score, query: int) -> Floats:
         """The scores of the rows `ids` in float64, NaN for those without a direction."""
@@ -266,7 +287,7 @@ class Rows:
                 lengths, usable = self.usable(block)
                 values[some] = np.where(usable, score.exact(block, lengths, query), np.nan)
 
-        _share(work, range(0, len(ids), 16 * step))
+        share(work, range(0, len(ids), 16 * step))
         return values
 
     def usable(self, block: Floats) -> tuple[Floats, npt.NDArray[np.bool_]]:
@@ -298,7 +319,7 @@ class Rows:
                 sums[start // self._panel] += (block if usable.all() else block[usable]).sum(0)
                 numbers[start // self._panel] += usable.sum()
 
-        _share(work, starts)
+        share(work, starts)
         mean: Floats = sums.sum(0) / max(numbers.sum(), 1)
         return mean
 
@@ -344,7 +365,7 @@ class Rows:
             with lock:
                 kept.append(found)
 
-        _share(work, range(0, self.count, self._panel))
+        share(work, range(0, self.count, self._panel))
         if first:
             self._lengths = lengths
             self._unusable = np.sort(np.concatenate([np.empty(0, np.intp), *unusable]))
@@ -487,7 +508,7 @@ def _widen64(array: npt.NDArray[Any], dtype: str) -> Floats:
     return array.astype(np.float64)
 
 
-def _share(work: Callable[[int], None], starts: Sequence[int]) -> None:
+def share(work: Callable[[int], None], starts: Sequence[int]) -> None:
     """Call `work` with every start, on as many threads as there are cores to use."""
     threads = min(len(starts), _cores())
     if threads <= 1:

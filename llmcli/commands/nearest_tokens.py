@@ -231,15 +231,15 @@ def view(answers: Sequence[Answer] | Sequence[Comparison], metric: str) -> Rende
     from rich.console import Group
     from rich.text import Text
 
-    from llmcli.neighbours import Answer, escaped
+    from llmcli.neighbours import Answer, visible
 
     parts: list[RenderableType] = []
     for answer in answers:
-        title = Text(escaped(answer.query.token) if answer.query.id is not None else answer.query.token, style="bold")
+        title = Text(visible(answer.query.token) if answer.query.id is not None else answer.query.token, style="bold")
         if answer.query.id is not None:
             title.append(f"  #{answer.query.id}", style="dim")
         if answer.left_out:
-            title.append(f"  (left out: {', '.join(map(escaped, answer.left_out))})", style="dim")
+            title.append(f"  (left out: {', '.join(map(visible, answer.left_out))})", style="dim")
         table = _table(answer, metric) if isinstance(answer, Answer) else _side_by_side(answer, metric)
         parts += [title, table]
         if not isinstance(answer, Answer):
@@ -267,12 +267,12 @@ def _table(answer: Answer, metric: str) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    from llmcli.neighbours import escaped
+    from llmcli.neighbours import visible
 
     table = Table(box=None, pad_edge=False, header_style="dim")
     _columns(table, metric)
     for hit in answer.neighbours:
-        table.add_row(Text(escaped(hit.token)), str(hit.id), f"{hit.score:.4f}")
+        table.add_row(Text(visible(hit.token)), str(hit.id), f"{hit.score:.4f}")
     return table
 
 
@@ -282,7 +282,7 @@ def _side_by_side(answer: Comparison, metric: str) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    from llmcli.neighbours import escaped
+    from llmcli.neighbours import visible
 
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("input", min_width=12)
@@ -298,7 +298,7 @@ def _side_by_side(answer: Comparison, metric: str) -> Table:
             if hit is None:
                 cells += ["", "", ""]
             else:
-                name = Text("  " * side + escaped(hit.token), style="bold" if hit.id in both else "")
+                name = Text("  " * side + visible(hit.token), style="bold" if hit.id in both else "")
                 cells += [name, str(hit.id), f"{hit.score:.4f}"]
         table.add_row(*cells)
     return table
