@@ -1,0 +1,84 @@
+"""llmcli gradient-report: which rows of the embedding a backward pass moves, and by which path."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from llmcli.commands import AsJson, Checkpoint, Keep, Tie, open_model
+from llmcli.output import emit
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from llmcli.gradients import GradientReport
+
+Text = Annotated[str, typer.Option(metavar="TEXT", help="The text whose next-token loss is taken.")]
+Count = Annotated[int, typer.Option("-k", metavar="K", help="How many rows that are not in the text.", min=0)]
+
+
+def run(
+    checkpoint: Checkpoint,
+    text: Text,
+    k: Count = 10,
+    tie: Tie = "auto",
+    keep: Keep = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show which rows of the embedding get a gradient from a text: by being read, and by being scored.
+
+    A tied embedding gets both and their sum; an untied one only the first, its output projection the second.
+
+    Example: llmcli gradient-report runs/glasslm --text "Once upon a time"
+    """
+    import torch
+
+    from llmcli import gradients, targets
+    from llmcli.errors import UsageError
+    from llmcli.neighbours import Names
+    from llmcli.tokenizer import check_ids
+
+    path = targets.find_checkpoint(checkpoint)
+    model, _ = open_model(str(path), tie, keep, "float32")
+    names = Names(path, model.config.vocab_size)
+    if names.tokenizer is None:
+        raise UsageError(f"{path}: there is no tokenizer beside the weights", "A text needs one.")
+    ids = names.tokenizer.encode(text)
+    check_ids(ids, model.config.vocab_size, names.tokenizer.size)
+    spellings = [names.of(id) for id in range(model.config.vocab_size)]
+    emit(gradients.report(model, torch.tensor([ids]), spellings, k), view, as_json)
+
+
+def view(result: GradientReport) -> RenderableType:
+    """The two paths, then a row for each token."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    from llmcli.neighbours import visible
+
+    paths = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("path", "rows reached", "norm of the gradient"):
+        paths.add_column(heading, justify="left" if heading == "path" else "right")
+    parts = [("input: rows looked up", result.input), ("output: rows scored", result.output)]
+    if result.sum is not None:
+        parts.append(("sum: what the tied matrix gets", result.sum))
+    for label, part in parts:
+        paths.add_row(label, f"{part.rows:,} of {result.vocab_size:,}", f"{part.norm:.4g}")
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("token", "id", "read", "predicted", "input", "output", *(["sum"] if result.tied else [])):
+        table.add_column(heading, justify="left" if heading == "token" else "right")
+    for group in (result.rows, result.others):
+        for row in group:
+            norms = [row.input_norm, row.output_norm] + ([row.sum_norm] if row.sum_norm is not None else [])
+            counts = [str(row.as_input or "–"), str(row.as_target or "–")]
+            style = "dim" if group is result.others else None
+            table.add_row(
+                Text(visible(row.token)), str(row.id), *counts, *(f"{n:.3g}" if n else "0" for n in norms), style=style
+            )
+    said = f"loss {result.loss:.4f} over {result.positions} positions, {'tied' if result.tied else 'untied'}"
+    if result.cosine is not None:
+        said += f"; cosine between the two gradients {result.cosine:+.3f}"
+    return Group(Text(said), Text(), paths, Text(), table)
