@@ -191,7 +191,7 @@ class _Survey:
 
         def work(first: int, block: Floats) -> None:
             with np.errstate(all="ignore"):
-                norms, usable = rows.usable(block)
+                norms, usable = rows.usable(np.arange(first, first + len(block)), block)
                 self.norms[first : first + len(block)] = norms
                 self.prints[first : first + len(block)] = np.vecdot(block, mark)
                 good[first : first + len(block)] = usable

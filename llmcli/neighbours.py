@@ -77,7 +77,7 @@ class Query(msgspec.Struct, frozen=True):
             vector = np.asarray(self.given)
             return vector if rows.mean is None else vector - rows.mean
         block = rows.vectors(self.ids)
-        usable = rows.usable(block)[1]
+        usable = rows.usable(self.ids, block)[1]
         if not usable.all():
             bad = self.ids[int(np.flatnonzero(~usable)[0])]
             raise UsageError(

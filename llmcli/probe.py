@@ -167,6 +167,7 @@ class Rows:
         self._aside = np.zeros(self.count, bool)  # rows that float32 cannot judge: the unusable, and a few others
         self._unusable: Ids = np.empty(0, np.intp)
         self._extreme: Ids = np.empty(0, np.intp)  # set aside, but usable: too long or too short for float32
+        self._void = np.zeros(self.count, bool)  # rows that were zero or not finite before centring
         self.mean: Floats | None = None
         if center:
             self.mean = self._mean()
@@ -284,19 +285,20 @@ class Rows:
             for first in range(start, min(start + 16 * step, len(ids)), step):
                 some = slice(first, min(first + step, start + 16 * step))
                 block = self.vectors(ids[some])
-                lengths, usable = self.usable(block)
-                values[some] = np.where(usable, score.exact(block, lengths, query), np.nan)
+                lengths, usable = self.usable(ids[some], block)
+                with np.errstate(all="ignore"):
+                    values[some] = np.where(usable, score.exact(block, lengths, query), np.nan)
 
         share(work, range(0, len(ids), 16 * step))
         return values
 
-    def usable(self, block: Floats) -> tuple[Floats, npt.NDArray[np.bool_]]:
-        """The lengths of some rows, and which of them have a direction."""
-        lengths = np.sqrt(_dot(block, block))
-        floor = 0.0
-        if self.mean is not None:  # a row that is the mean but for rounding
-            floor = 1e-12 * float(np.linalg.norm(self.mean))
-        return lengths, np.isfinite(lengths) & (lengths > floor)
+    def usable(self, ids: Sequence[int] | Ids, block: Floats) -> tuple[Floats, npt.NDArray[np.bool_]]:
+        """The lengths of the rows `ids`, whose vectors are `block`, and which of them have a direction."""
+        with np.errstate(all="ignore"):
+            lengths = np.sqrt(_dot(block, block))
+        # A row that is the mean is zero but for rounding.
+        floor = 0.0 if self.mean is None else 1e-12 * float(np.linalg.norm(self.mean))
+        return lengths, np.isfinite(lengths) & (lengths > floor) & ~self._void[np.asarray(ids, np.intp)]
 
     def _mean(self) -> Floats:
         """The mean of the rows that are finite and not zero."""
@@ -315,7 +317,8 @@ class Rows:
                     np.copyto(block, self._array[first:last])
                 else:
                     np.copyto(block, dots.widen(self._array[first:last], self._dtype, single))
-                usable = self.usable(block)[1]
+                usable = self.usable(np.arange(first, last), block)[1]
+                self._void[first:last] = ~usable
                 sums[start // self._panel] += (block if usable.all() else block[usable]).sum(0)
                 numbers[start // self._panel] += usable.sum()
 
@@ -342,12 +345,13 @@ class Rows:
                 here = lengths[start:stop]
                 aside = self._aside[start:stop]
                 if squares is not None:
-                    np.logical_not((squares > max(_TINY, (1e-4 * far) ** 2)) & (squares < _HUGE), out=aside)
+                    plain = (squares > max(_TINY, (1e-4 * far) ** 2)) & (squares < _HUGE) & ~self._void[start:stop]
+                    np.logical_not(plain, out=aside)
                     np.sqrt(squares, out=here)
                     here[aside] = 1
                     doubtful = np.flatnonzero(aside) + start
                     for some in np.array_split(doubtful, len(doubtful) // 256 + 1):
-                        usable = self.usable(self.vectors(some))[1]
+                        usable = self.usable(some, self.vectors(some))[1]
                         with lock:
                             unusable.append(some[~usable])
                             extreme.append(some[usable])
