@@ -218,12 +218,15 @@ def test_the_lines_of_training_memory_add_up() -> None:
     assert memory.logits_chunked < memory.logits / 15
     longer = training_memory(made, dtype="float32", context=1024, batch=16)
     assert (longer.activations, longer.logits) == (2 * memory.activations, 2 * memory.logits)
-    states = 4 * 8 * 1024 * 768
+    states, rows = 4 * 8 * 1024 * 768, 2**25 // (4 * 50_257)
+    assert memory.logits_chunked == 4 * rows * 50_257 + states + 4 * 50_257 * 768
     assert longer.logits_chunked - memory.logits_chunked == states, "only the states' gradient grows with the batch"
     # Below float32 weights have copies in the smaller type: all matrices, the embedding because it is the head too.
     smaller = training_memory(made, dtype="bfloat16", context=1024, batch=8)
     matrices = total - 1024 * 768 - params.count(made).parts["norms"] - 12 * (4 + 4 + 1) * 768
     assert smaller.weights == 4 * total + 2 * matrices
+    assert smaller.logits == (2 + 4 + 4) * 8 * 1024 * 50_257
+    assert smaller.logits_chunked == 2 * (2**25 // (2 * 50_257)) * 50_257 + states + (4 + 2) * 50_257 * 768
 
 
 PEAK = """

@@ -155,6 +155,17 @@ def test_targets_stand_side_by_side_with_shares_and_bars(shown: Any) -> None:
     assert lines["counted as"] == ["tied", "untied"]
 
 
+def test_tensors_and_layers_that_are_alike_share_a_line(shown: Any) -> None:
+    lines = [line.split() for line in shown("mixtral-8x7b", "--by", "tensor").splitlines()]
+    gates = next(line for line in lines if line and line[0].endswith("experts.{0-7}.gate.weight"))
+    assert gates[0].startswith("blocks.{0-31}.")
+    assert gates[1:] == ["256", "×", "14,336", "×", "4,096", "15,032,385,536", "32%", "███▉"]
+    lines = [line.split() for line in shown("mixtral-8x7b", "--by", "layer").splitlines()]
+    assert ["layer", "{0-31}", "32", "×", "1,451,270,144", "46,440,644,608", "99%", "███████████▉"] in lines
+    narrow = on_a_terminal(40, "mixtral-8x7b", "--by", "tensor")
+    assert narrow[narrow.index("blocks.{0-31}.attention.q.weight") + 1] == "  536,870,912  1%"
+
+
 def test_costs_are_told_in_units(shown: Any) -> None:
     text = shown("gemma-2b", "--cost", "--context", "1024")
     rows = {line[:24].strip(): line[24:].split() for line in text.splitlines()}
