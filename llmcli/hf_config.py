@@ -23,6 +23,9 @@ from llmcli.tensors import clip, listing
 PRIVATE = "llmcli-"
 """The prefix of `model_type` for what Hugging Face's format cannot say: other tools refuse it instead of misreading."""
 
+REPAIR = "Correct config.json, or get the checkpoint's own again."
+"""What to do about a config.json that makes no sense."""
+
 # What only a private type may hold, written under the key "llmcli".
 _PRIVATE_KEYS = ("scale_embeddings", "bias", "head_bias", "head_size", "hidden_dim")
 
@@ -74,6 +77,13 @@ def is_hf(table: dict[str, Any]) -> bool:
 
 def read(table: dict[str, Any], source: str) -> HfConfig:
     """A `config.json`'s table as a complete config. Raises ConfigError naming `source`, the key and its value."""
+    try:
+        return _read(table, source)
+    except ConfigError as error:
+        raise ConfigError(error.message, error.hint or REPAIR) from None
+
+
+def _read(table: dict[str, Any], source: str) -> HfConfig:
     notes: list[str] = []
     warnings: list[str] = []
     outer, inner = table, table.get("text_config")

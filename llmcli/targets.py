@@ -12,7 +12,7 @@ from pathlib import Path
 
 from llmcli import families, hf_config, hub, tensors
 from llmcli.config import ModelConfig, model_table, parse, presets, read_table
-from llmcli.errors import CheckpointError, UsageError
+from llmcli.errors import CheckpointError, ConfigError, UsageError
 from llmcli.hf_config import HfConfig
 from llmcli.hub import Headers, RepoId
 
@@ -85,7 +85,11 @@ def read_hf_config(checkpoint: Path) -> HfConfig:
         )
     if (size := path.stat().st_size) > MAX_CONFIG:
         raise CheckpointError(f"{path}: {size:,} bytes are too many for a config.json", "Get it again.")
-    return hf_config.read(read_table(path), str(path))
+    try:
+        table = read_table(path)
+    except ConfigError as error:
+        raise ConfigError(error.message, error.hint or hf_config.REPAIR) from None
+    return hf_config.read(table, str(path))
 
 
 def find_checkpoint(target: str | Path, *, revision: str | None = None, offline: bool = False) -> Path:

@@ -18,6 +18,7 @@ TOLERANCE = 1e-3
 """The largest difference of logits, as a share of the largest logit (or of 1), that rounding explains."""
 TOKENS = 48
 """Length of the probe: past the positions where RoPE is nearly the identity."""
+WITHOUT = "There is nothing to compare with: leave out --verify."
 
 
 class Verification(msgspec.Struct, frozen=True):
@@ -47,9 +48,10 @@ def verify(
         try:
             other: Tensor = theirs(ids).logits
         except Exception as error:
-            raise CheckpointError(f"{against}: transformers cannot compute it: {_first_line(error)}") from None
+            raise CheckpointError(f"{against}: transformers cannot compute it: {_first_line(error)}", WITHOUT) from None
     if other.shape != ours.shape:
-        raise CheckpointError(f"{against}: transformers' logits are {tuple(other.shape)}, ours {tuple(ours.shape)}")
+        shapes = f"transformers' logits are {tuple(other.shape)}, llmcli's {tuple(ours.shape)}"
+        raise CheckpointError(f"{against}: {shapes}", "The two read the config differently.")
     largest = float(ours.abs().max())
     difference = float((ours - other).abs().max())
     return Verification(difference, largest, length, difference <= TOLERANCE * max(1.0, largest), remarks)
@@ -69,7 +71,7 @@ def _transformers_model(folder: Path) -> tuple[Any, tuple[str, ...]]:
             folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, output_loading_info=True
         )
     except Exception as error:
-        raise CheckpointError(f"{folder}: transformers cannot load it: {_first_line(error)}") from None
+        raise CheckpointError(f"{folder}: transformers cannot load it: {_first_line(error)}", WITHOUT) from None
     remarks = []
     for what, names in info.items():
         if names:

@@ -35,6 +35,7 @@ def refusal(config: Any, *parts: str) -> ConfigError:
         hf_config.read(config, "DIR/config.json")
     message = caught.value.message
     assert message.startswith("DIR/config.json") and message.isprintable() and len(message) < 1000
+    assert caught.value.hint
     for part in parts:
         assert part in message, message
     return caught.value

@@ -176,13 +176,14 @@ def _load(
                 shard_bytes=shard_bytes or checkpoint.SHARD_BYTES,
                 on_bytes=advance,
             )
-    return plan, _not_finite(counts)
+    return plan, _not_finite(counts, f" as {dtype}" if dtype else "")
 
 
-def _not_finite(counts: dict[str, tuple[int, int]]) -> list[str]:
+def _not_finite(counts: dict[str, tuple[int, int]], where: str) -> list[str]:
     """One line for each tensor with values that are no numbers."""
     return [
-        f"{name} holds " + " and ".join(f"{n:,} {what}" for n, what in ((nan, "NaN"), (infinite, "infinite")) if n)
+        f"{name} holds {' and '.join(f'{n:,} {what}' for n, what in ((nan, 'NaN'), (infinite, 'infinite')) if n)} "
+        f"values{where}"
         for name, (nan, infinite) in counts.items()
         if nan or infinite
     ]

@@ -1,0 +1,453 @@
+"""llmcli load-hf, as it is run: every bent checkpoint right or refused, clean output, and nothing lost."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import bent
+import hf
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from llmcli import checkpoint, cli, commands, load_model, tensors, verify
+from llmcli.commands import load_hf
+from llmcli.errors import CheckpointError, UsageError
+
+STORIES = Path(__file__).parents[2] / "shared" / "models" / "stories260K"
+KEYS = ["family", "parameters", "tie", "ignored", "warnings", "out"]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> bent.Straight:
+    return bent.Straight(tmp_path_factory.mktemp("straight"))
+
+
+@pytest.fixture(scope="module")
+def folders(straight: bent.Straight) -> dict[tuple[str, bool], Path]:
+    for family in hf.FAMILIES:
+        for tied in (True, False):
+            straight.logits(family, tied)
+    return {(f, tied): straight.root / f"{f}-{tied}" for f in hf.FAMILIES for tied in (True, False)}
+
+
+class Shell:
+    """Runs the command in this process and takes its streams apart."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.capsys = capsys
+
+    def __call__(self, *arguments: str | Path) -> tuple[int, str, str]:
+        code = cli.run(["load-hf", *map(str, arguments)])
+        out, err = self.capsys.readouterr()
+        assert "Traceback" not in err
+        return code, out, err
+
+    def report(self, *arguments: str | Path) -> dict[str, Any]:
+        code, out, err = self(*arguments, "--json")
+        assert code == 0, err
+        return json.loads(out)  # type: ignore[no-any-return]
+
+    def refusal(self, *arguments: str | Path, code: int = 1) -> str:
+        got, out, err = self(*arguments)
+        assert (got, out) == (code, ""), err
+        assert err.startswith("error: ") and "  hint: " in err
+        return err
+
+
+@pytest.fixture
+def load(capsys: pytest.CaptureFixture[str]) -> Shell:
+    return Shell(capsys)
+
+
+def digest(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("bend", bent.BENDS, ids=lambda bend: bend.name)
+@pytest.mark.parametrize("check", [True, False], ids=["check", "load"])
+def test_a_bent_checkpoint_is_right_or_refused(
+    straight: bent.Straight, tmp_path: Path, load: Shell, bend: bent.Bend, check: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = straight.bent(bend, tmp_path / "bent")
+    code, out, err = load(folder, "--json", *(["--check"] if check else []))
+    assert not (tmp_path / "it-ran").exists()
+    if bend.right == "refuse":
+        assert code == 1 and str(folder) in err and "  hint: " in err
+        return
+    if bend.right == "either" and code:
+        assert code == 1 and str(folder) in err
+        return
+    assert code == 0, err
+    report = json.loads(out)
+    if bend.right == "say":
+        if not check:
+            assert report["warnings"] == ["model.layers.1.mlp.up_proj.weight holds 1 NaN values"]
+            assert "1 NaN" in err
+        return
+    with torch.no_grad():
+        logits = load_model(folder)(straight.ids)
+    torch.testing.assert_close(logits, straight.logits(bend.family, bend.tied), atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", hf.FAMILIES)
+def test_the_report_of_every_family(
+    folders: dict[tuple[str, bool], Path], load: Shell, tmp_path: Path, family: str, tied: bool
+) -> None:
+    folder = folders[family, tied]
+    stored = load_file(folder / "model.safetensors")
+    report = load.report(folder)
+    assert list(report) == KEYS
+    assert report | {"tie": None} == {
+        "family": family,
+        "parameters": sum(value.numel() for value in stored.values()),
+        "tie": None,
+        "ignored": [],
+        "warnings": [],
+        "out": None,
+    }
+    assert list(report["tie"]) == ["decision", "reason"]
+    assert report["tie"]["decision"] == ("tie" if tied else "untie")
+    assert load.report(folder, "--check") == report
+    written = load.report(folder, "--out", tmp_path / "out")
+    assert written == report | {"out": str(tmp_path / "out")}
+    again = load_file(tmp_path / "out" / "model.safetensors")
+    assert again.keys() == stored.keys() and all(torch.equal(again[name], stored[name]) for name in stored)
+
+
+def test_the_view_says_each_thing_on_a_line(folders: dict[tuple[str, bool], Path], load: Shell, tmp_path: Path) -> None:
+    folder = tmp_path / "x"
+    values = load_file(folders["llama", False] / "model.safetensors")
+    values["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
+    values["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
+    folder.mkdir()
+    table = json.loads((folders["llama", False] / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(table))
+    save_file(values, folder / "model.safetensors")
+    code, out, err = load(folder, "--out", tmp_path / "out")
+    assert (code, err) == (0, "")
+    lines = {line.split("  ")[0]: line.split("  ", 1)[1].strip() for line in out.splitlines()}
+    assert list(lines) == ["family", "parameters", "output", "ignored", "warning", "written to"]
+    assert lines["parameters"] == "5,968 (5.968 k)"
+    assert lines["output"] == "untied: two different matrices in the file; config says tied"
+    assert lines["ignored"] == "model.layers.{0-1}.self_attn.rotary_emb.inv_freq"
+    assert re.search(r"max difference \d", lines["warning"])
+    table = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert table["tie_word_embeddings"] is False  # what is saved says what the tensors are
+    assert checkpoint.plan(tmp_path / "out").warnings == ()
+
+
+def test_warnings_go_to_stderr_beside_json_and_wherever_a_checkpoint_is_opened(
+    straight: bent.Straight, tmp_path: Path, load: Shell
+) -> None:
+    bend = next(bend for bend in bent.BENDS if bend.name == "tied by the config, a trained head")
+    folder = straight.bent(bend, tmp_path / "x")
+    code, out, err = load(folder, "--json")
+    assert code == 0 and json.loads(out)["warnings"][0] in err and "warning: config says tied" in err
+    model, plan = commands.open_model(str(folder))
+    assert "warning: config says tied" in load.capsys.readouterr().err
+    assert plan.tie.decision == "untie" and model.output_projection is not None
+    tied, _ = commands.open_model(str(folder), tie="tie", keep="output", dtype="bfloat16")
+    assert tied.output_projection is None and tied.token_embeddings.weight.dtype == torch.bfloat16
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--check", "--out", "x"], "--check reads no weights, --out needs them"),
+        (["--check", "--verify"], "--check reads no weights, --verify needs them"),
+        (["--check", "--dtype", "bf16"], "--check reads no weights, --dtype needs them"),
+        (["--head", "copy"], "--head copy"),
+        (["--shard-size", "5GB"], "--shard-size"),
+        (["--force"], "--force"),
+        (["--dtype", "fp8"], "unknown dtype 'fp8'"),
+        (["--keep", "input"], "without --tie tie"),
+        (["--tie", "tie"], "--keep input or --keep output"),
+        (["--tie", "maybe"], "maybe"),
+        (["--out", "x", "--shard-size", "lots"], "lots"),
+        (["--out", "x", "--shard-size", "0"], "not a size"),
+        (["--revision", "main"], "not a repository"),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_go_together_are_a_usage_error(
+    folders: dict[tuple[str, bool], Path], load: Shell, tmp_path: Path, arguments: list[str], says: str
+) -> None:
+    arguments = [str(tmp_path / "x") if argument == "x" else argument for argument in arguments]
+    assert says in load.refusal(folders["llama", False], *arguments, code=2)
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("5GB", 5 * 10**9), ("500MB", 5 * 10**8), ("1.5 g", 15 * 10**8), ("4096", 4096), ("2kb", 2000)]
+)
+def test_sizes_are_powers_of_ten(text: str, size: int) -> None:
+    assert load_hf.parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-5GB", "5TB", "5 5", "0", "0.1", "nan", "1e9"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        load_hf.parse_size(text)
+
+
+def test_a_tie_is_changed_and_changed_back_with_equal_logits(
+    straight: bent.Straight, folders: dict[tuple[str, bool], Path], load: Shell, tmp_path: Path
+) -> None:
+    for family in hf.FAMILIES:
+        want = straight.logits(family, True)
+        untied, tied = tmp_path / family / "untied", tmp_path / family / "tied"
+        report = load.report(folders[family, True], "--tie", "untie", "--out", untied)
+        assert report["tie"]["decision"] == "untie" and "lm_head.weight" in load_file(untied / "model.safetensors")
+        assert load.report(untied)["tie"]["decision"] == "untie"
+        report = load.report(untied, "--tie", "tie", "--out", tied)
+        assert report["tie"]["decision"] == "tie" and "lm_head.weight" not in load_file(tied / "model.safetensors")
+        with torch.no_grad():
+            for folder in (untied, tied):
+                torch.testing.assert_close(load_model(folder)(straight.ids), want, atol=2e-4, rtol=0)
+        assert (
+            load_file(tied / "model.safetensors").keys()
+            == load_file(folders[family, True] / "model.safetensors").keys()
+        )
+
+
+def test_a_head_is_copied_a_type_converted_and_a_file_split_on_request(
+    folders: dict[tuple[str, bool], Path], load: Shell, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    load.report(folders["gpt2", True], "--out", out, "--head", "copy", "--dtype", "bf16", "--shard-size", "5kB")
+    found = tensors.read_checkpoint(out)
+    assert len(found.files) > 1 and {info.dtype for info in found.infos.values()} == {"BF16"}
+    assert tensors.equal(found.infos["lm_head.weight"], found.infos["transformer.wte.weight"])
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    assert load.report(out)["tie"]["decision"] == "tie"
+
+
+def test_values_that_leave_the_range_of_a_type_are_said(
+    folders: dict[tuple[str, bool], Path], load: Shell, tmp_path: Path
+) -> None:
+    values = load_file(folders["llama", False] / "model.safetensors")
+    values["model.norm.weight"][:3] = 1e6
+    folder = tmp_path / "x"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((folders["llama", False] / "config.json").read_bytes())
+    save_file(values, folder / "model.safetensors")
+    assert load.report(folder)["warnings"] == []
+    assert load.report(folder, "--dtype", "fp16")["warnings"] == ["model.norm.weight holds 3 infinite values as fp16"]
+
+
+# Writing
+
+
+def test_what_goes_along_goes_along_unchanged(
+    folders: dict[tuple[str, bool], Path], load: Shell, tmp_path: Path
+) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    for path in folders["gpt2", True].iterdir():
+        (source / path.name).write_bytes(path.read_bytes())
+    table = json.loads((source / "config.json").read_text())
+    table |= {"bos_token_id": 5, "eos_token_id": [6, 7], "pad_token_id": "x", "custom": 1}
+    (source / "config.json").write_text(json.dumps(table))
+    for name in checkpoint.CARRIED:
+        (source / name).write_bytes(f"{name} as it is\r\n\xff".encode("latin-1"))
+    (source / "optimizer.pt").write_bytes(b"not to be carried")
+    before = digest(source)
+    load.report(source, "--out", out)
+    assert digest(source) == before
+    for name in checkpoint.CARRIED:
+        assert (out / name).read_bytes() == (source / name).read_bytes()
+    assert sorted(p.name for p in out.iterdir()) == sorted(["config.json", "model.safetensors", *checkpoint.CARRIED])
+    written = json.loads((out / "config.json").read_text())
+    assert (written["bos_token_id"], written["eos_token_id"], written["pad_token_id"]) == (5, [6, 7], None)
+    load.report(source / "model.safetensors", "--out", tmp_path / "from-the-file")
+    assert digest(tmp_path / "from-the-file") == digest(out)
+
+
+def test_a_link_is_not_carried_out_of_reach(folders: dict[tuple[str, bool], Path], load: Shell, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for path in folders["gpt2", True].iterdir():
+        (source / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "secret").write_text("s3cret")
+    (source / "tokenizer.json").symlink_to(tmp_path / "secret")
+    assert "link out of the folder" in load.refusal(source, "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_source_is_never_overwritten(
+    folders: dict[tuple[str, bool], Path], load: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "deep" / "source"
+    source.mkdir(parents=True)
+    for path in folders["gpt2", True].iterdir():
+        (source / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "link").symlink_to(source)
+    monkeypatch.chdir(source)
+    before = digest(source)
+    for out in (source, tmp_path / "link", source.parent, tmp_path, ".", "..", f"{source}/../source/"):
+        for force in ([], ["--force"]):
+            assert "source itself" in load.refusal(source, "--out", out, *force, code=2)
+            assert "source itself" in load.refusal(source / "model.safetensors", "--out", out, *force, code=2)
+    assert digest(source) == before
+
+
+def test_what_is_there_is_replaced_only_by_force_and_only_a_checkpoint(
+    folders: dict[tuple[str, bool], Path], load: Shell, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    load.report(folders["gpt2", True], "--out", out)
+    assert "is there already" in load.refusal(folders["gpt2", False], "--out", out, code=2)
+    assert load.report(out)["tie"]["decision"] == "tie"
+    load.report(folders["gpt2", False], "--out", out, "--force")
+    assert load.report(out)["tie"]["decision"] == "untie"
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis").write_text("x")
+    assert "is no checkpoint" in load.refusal(folders["gpt2", True], "--out", tmp_path / "home", "--force")
+    assert (tmp_path / "home" / "thesis").exists()
+    (tmp_path / "empty").mkdir()
+    load.report(folders["gpt2", True], "--out", tmp_path / "empty")
+
+
+def test_names_with_spaces_accents_and_signs_work(
+    folders: dict[tuple[str, bool], Path], load: Shell, tmp_path: Path
+) -> None:
+    out = tmp_path / "ein schöner = Name\u2028" / "[bold]x"
+    assert load.report(folders["llama", False], "--out", out)["out"] == str(out)
+    code, shown, _ = load(out, "--out", tmp_path / "[red]again")
+    assert code == 0 and "[red]again" in shown
+
+
+def test_an_unwritable_place_is_refused(folders: dict[tuple[str, bool], Path], load: Shell, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    load.refusal(folders["llama", False], "--out", tmp_path / "file" / "out")
+    load.refusal(folders["llama", False], "--out", "/proc/out")
+    load.refusal(folders["llama", False], "--out", tmp_path / ("x" * 300))
+
+
+# Beside transformers
+
+
+def test_verify_compares_with_transformers(folders: dict[tuple[str, bool], Path], load: Shell, tmp_path: Path) -> None:
+    report = load.report(folders["mixtral", False], "--verify")
+    assert list(report) == [*KEYS, "verify"]
+    found = report["verify"]
+    assert found["agrees"] and found["max_difference"] < 1e-4 < found["max_logit"] and found["tokens"] == 48
+    code, out, _ = load(folders["gpt", True], "--verify", "--tie", "untie", "--out", tmp_path / "out")
+    assert code == 0 and re.search(r"verified +largest difference of logits from transformers \d", out)
+
+
+def test_verify_fails_where_the_two_differ(straight: bent.Straight, load: Shell, tmp_path: Path) -> None:
+    bend = next(bend for bend in bent.BENDS if bend.name == "module. in front")
+    folder = straight.bent(bend, tmp_path / "x")
+    code, out, err = load(folder, "--verify", "--json")
+    report = json.loads(out)
+    assert code == 1 and report["verify"]["agrees"] is False and "differ by" in err
+    assert any("missing keys" in warning for warning in report["warnings"])
+    # What is written from it is what transformers reads rightly.
+    assert load.report(folder, "--verify", "--out", tmp_path / "clean")["verify"]["agrees"]
+
+
+def test_verify_says_what_it_cannot_compare(
+    folders: dict[tuple[str, bool], Path], load: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from llmcli.config import ModelConfig
+    from llmcli.model import build
+
+    checkpoint.save(
+        build(ModelConfig(family="gpt2", vocab_size=9, embed_dim=8, num_layers=1, num_heads=2)), tmp_path / "x"
+    )
+    assert "transformers cannot load it" in load.refusal(tmp_path / "x", "--verify")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "not installed" in load.refusal(folders["llama", True], "--verify", code=2)
+    with pytest.raises(CheckpointError):
+        monkeypatch.delitem(sys.modules, "transformers")
+        verify.verify(tmp_path / "x")
+
+
+# Costs
+
+
+BIG = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "vocab_size": 32000, "max_position_embeddings": 2048, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+PEAK = "print(next(l.split()[1] for l in open('/proc/self/status') if 'VmHWM' in l), file=sys.stderr)"  # kilobytes
+
+
+def big(folder: Path) -> Path:
+    """LLaMA 7B's shapes in bfloat16: 13.5 GB of holes, in which the two matrices differ in one row."""
+    from llmcli import families, hf_config
+
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(BIG))
+    config = hf_config.read(BIG, "big").config
+    table = list(families.get("llama").tensors(config))
+    header = tensors.write_header((t.hf_name, "BF16", t.hf_shape) for t in table)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(header)
+        file.write(b"\x01" * 8192)  # the embedding's first row
+        file.truncate(len(header) + 2 * sum(torch.Size(t.hf_shape).numel() for t in table))
+    return folder
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads its memory from /proc")
+def test_a_check_costs_headers_only_at_any_size_and_no_torch(tmp_path: Path) -> None:
+    folder = big(tmp_path / "big")
+    assert (folder / "model.safetensors").stat().st_size > 13 * 10**9
+    code = (
+        "import sys; from llmcli import cli; "
+        f"assert cli.run(['load-hf', {str(folder)!r}, '--check', '--json']) == 0; "
+        "heavy = {'torch', 'numpy', 'transformers', 'huggingface_hub', 'safetensors'} & set(sys.modules); "
+        "assert not heavy, heavy; "
+        f"{PEAK}"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(run.stdout)["parameters"] == 6_738_415_616
+    assert int(run.stderr) < 60_000
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads its memory from /proc")
+def test_a_check_of_equal_matrices_reads_them_without_keeping_them(tmp_path: Path) -> None:
+    folder = big(tmp_path / "big")
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.seek(int.from_bytes(file.read(8), "little") + 8)
+        file.write(bytes(8192))
+    code = (
+        "import sys; from llmcli import cli; "
+        f"assert cli.run(['load-hf', {str(folder)!r}, '--check', '--json']) == 0; "
+        f"{PEAK}"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "equal, could be tied" in json.loads(run.stdout)["tie"]["reason"]
+    assert int(run.stderr) < 70_000
+
+
+@pytest.mark.skipif(not STORIES.is_dir(), reason="the model is not here")
+def test_a_trained_model_is_what_it_is(load: Shell) -> None:
+    report = load.report(STORIES)
+    assert report["family"] == "llama" and report["parameters"] == 260_032
+    assert report["tie"] == {"decision": "tie", "reason": "no output matrix in the file; config says tied"}
+    assert load.report(STORIES, "--check") == report
+
+
+def test_a_pipe_sees_no_progress_and_no_colour(folders: dict[tuple[str, bool], Path], tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "llmcli", "load-hf", str(folders["llama", True]), "--out", str(tmp_path / "out")],
+        capture_output=True, text=True, check=True, env={**os.environ, "NO_COLOR": "1"},
+    )  # fmt: skip
+    assert run.stderr == "" and "\x1b" not in run.stdout and "written to" in run.stdout
