@@ -252,7 +252,7 @@ def answer(
     else:
         vectors = np.stack([query.vector(rows, names) for query in queries])
         for query, length in zip(queries, np.linalg.norm(vectors, axis=1), strict=True):
-            if not np.isfinite(length) or length < 1e-12 * max(1.0, *map(abs, query.weights)) * _size(rows, query):
+            if not np.isfinite(length) or length < 1e-12 * max([1.0, *map(abs, query.weights)]) * _size(rows, query):
                 raise UsageError(
                     f"{query.name.token}: the vector is zero or not finite: it has no direction", "Ask for another."
                 )
@@ -446,8 +446,8 @@ def escaped(token: str) -> str:
 
 
 def visible(token: str) -> str:
-    """A token for the eye: as `escaped`, but `<row 62>` stays as it is."""
-    return token if re.fullmatch(r"<row \d+>", token) else escaped(token)
+    """A token for the eye: as `escaped`, but spaces inside stay, and so does `<row 62>`."""
+    return " ".join(escaped(part) for part in token.split(" ")) if token == token.strip(" ") != "" else escaped(token)
 
 
 def _escape(character: str) -> str:

@@ -159,7 +159,8 @@ class Rows:
     def __init__(self, matrix: Matrix, count: int | None = None, center: bool = False) -> None:
         self.matrix = matrix
         self.count = matrix.rows if count is None else min(count, matrix.rows)
-        self._array = tensors.read_array(matrix.info)[: self.count]
+        self._stored = tensors.read_array(matrix.info)
+        self._array = self._stored[: self.count]
         self._dtype = matrix.info.dtype
         self._panel = max(1, _PANEL // self._array[0].nbytes)
         self._block = max(1, (1 << 17) // matrix.width)  # rows worked on at a time in float64
@@ -167,14 +168,14 @@ class Rows:
         self._aside = np.zeros(self.count, bool)  # rows that float32 cannot judge: the unusable, and a few others
         self._unusable: Ids = np.empty(0, np.intp)
         self._extreme: Ids = np.empty(0, np.intp)  # set aside, but usable: too long or too short for float32
-        self._void = np.zeros(self.count, bool)  # rows that were zero or not finite before centring
+        self._void = np.zeros(matrix.rows, bool)  # rows that were zero or not finite before centring
         self.mean: Floats | None = None
         if center:
             self.mean = self._mean()
 
     def vectors(self, ids: Sequence[int] | Ids) -> Floats:
         """The rows `ids` as float64, (n, d), less the mean when centred."""
-        block = _widen64(self._array[np.asarray(ids, np.intp)], self._dtype)
+        block = _widen64(self._stored[np.asarray(ids, np.intp)], self._dtype)
         return block if self.mean is None else block - self.mean
 
     def unusable(self) -> Ids:

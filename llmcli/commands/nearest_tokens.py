@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Tokens = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[TOKEN]...", help="A token as the vocabulary spells it (▁she, Ġking), as text (' she'), or #id."
+        metavar="TOKEN", help="A token as the vocabulary spells it (▁she, Ġking), as text (' she'), or #id."
     ),
 ]
 Text = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Ask for each token of a text.")]
