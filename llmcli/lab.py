@@ -48,6 +48,7 @@ from llmcli.trace import (
 )
 
 PAGE = Path(__file__).with_name("lab.html")
+DEFAULT_PROMPT = "Once upon a time"
 HEAD, POSITIONS = "output_projection.weight", "position_embeddings.weight"
 POSITIVE = {"weights", "router", "expert_weights", "probabilities"}
 """Kinds whose values run from zero upwards; all others lie around zero."""
@@ -135,6 +136,8 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
     positive: list[str]
     matrices: list[Shape]
     limits: Limits
+    prompt: str
+    """What the page begins with."""
     recorded: bool = False
     """Whether all answers are in the page: there is no server to ask."""
 
@@ -223,13 +226,15 @@ class Lab:
         name: str,
         tie: str = "",
         path: Path | None = None,
+        prompt: str | None = None,
         limits: Limits = Limits(),  # noqa: B008 (frozen)
     ) -> None:
         self.model, self.tokenizer, self.name, self.tie, self.limits = model, tokenizer, name, tie, limits
+        self.prompt = (DEFAULT_PROMPT if tokenizer else "0 1 2") if prompt is None else prompt
         self._path = path
         self._nodes = graph(model)
         self.head_name = EMBEDDINGS if model.output_projection is None else HEAD
-        self._state = next(node.inputs[0] for node in self._nodes if node.name == "logits")
+        self.state = next(node.inputs[0] for node in self._nodes if node.name == "logits")
         self._texts: OrderedDict[str, Text] = OrderedDict()
         self._allowed = None if tokenizer is None else allowed_ids(model, tokenizer)
         self._rows: probe.Rows | None = None
@@ -252,6 +257,7 @@ class Lab:
             positive=sorted(POSITIVE),
             matrices=[_shape(name, matrix) for name, matrix in self.matrices().items()],
             limits=self.limits,
+            prompt=self.prompt,
         )
 
     def matrices(self) -> dict[str, Tensor]:
@@ -384,8 +390,11 @@ class Lab:
             stage("embed", matrices[name]), name=name, axes=self._axes(name), meaning="a matrix of the model"
         )
 
-    def values(self, of: str, number: int, name: str, at: Sequence[slice]) -> Values:
-        """The slice `at` of a stage or of a matrix. Raises UsageError for more values than one request may ask."""
+    def values(self, of: str, number: int, name: str, at: Sequence[slice], pooled: bool = False) -> Values:
+        """The slice `at` of a stage or of a matrix; `pooled`, a step gives its value farthest from zero, not its first.
+
+        Raises UsageError for more values than one request may ask.
+        """
         made, matrix = self.recorded(of, number), self.matrices().get(name)
         tensor = made.tensor(name) if matrix is None else matrix
         if len(at) != tensor.dim():
@@ -402,7 +411,11 @@ class Lab:
                 labels.append([self.token(ids[len(ids) - size + place]).text for place in places])
             else:
                 labels.append(None)
-        picked = tensor[tuple(slice(r.start, r.stop, r.step) for r in ranges)]
+        if pooled:
+            tensor = tensor[tuple(slice(r.start, r.stop) for r in ranges)]
+            picked = farthest(tensor, [r.step for r in ranges])
+        else:
+            picked = tensor[tuple(slice(r.start, r.stop, r.step) for r in ranges)]
         return Values(name, [(r.start, r.stop, r.step) for r in ranges], picked.tolist(), labels)
 
     def _axes(self, name: str) -> tuple[str, ...]:
@@ -424,7 +437,7 @@ class Lab:
         ids, shares = distribution(self._masked(logits), sampling)
         drawn = dict(zip(ids.tolist(), shares.tolist(), strict=True))
         probabilities = made.tensors["probabilities"][position]
-        state, matrix = self._row(made, self._state, position), self.matrices()[self.head_name]
+        state, matrix = self._row(made, self.state, position), self.matrices()[self.head_name]
         return [
             Candidate(
                 token=self.token(id),
@@ -441,7 +454,7 @@ class Lab:
         logits = self._row(made, "logits", position)
         if not 0 <= id < len(logits):
             raise UsageError(f"there is no token {id}", f"The vocabulary has {len(logits):,}.")
-        state, row = self._row(made, self._state, position), self.matrices()[self.head_name][id]
+        state, row = self._row(made, self.state, position), self.matrices()[self.head_name][id]
         return Product(
             token=self.token(id),
             state=state.tolist(),
@@ -450,7 +463,7 @@ class Lab:
             bias=self.biases([id])[0],
             cap=self.model.config.logit_softcap,
             logit=float(logits[id]),
-            state_stage=self._state,
+            state_stage=self.state,
             matrix=self.head_name,
         )
 
@@ -514,6 +527,18 @@ def readable(tokenizer: Tokenizer, id: int) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in spelling)
 
 
+def farthest(tensor: Tensor, steps: Sequence[int]) -> Tensor:
+    """Of each cell of so many steps along every axis the value that is farthest from zero."""
+    for axis, step in enumerate(steps):
+        if step > 1:
+            cells = tensor.movedim(axis, -1)
+            cells = F.pad(cells, (0, -cells.shape[-1] % step))
+            cells = cells.reshape(*cells.shape[:-1], -1, step)
+            low, high = cells.amin(-1), cells.amax(-1)
+            tensor = torch.where(-low > high, low, high).movedim(-1, axis)
+    return tensor
+
+
 def pass_bytes(model: Decoder, new: int, seen: int) -> int:
     """About how many bytes the record of a pass takes: `new` positions that look at `seen`, themselves included."""
     config = model.config
@@ -527,23 +552,22 @@ def _shape(name: str, tensor: Tensor) -> Shape:
     return Shape(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
+NO_KIND = Kind((), "")
 SKETCH_ROWS, SKETCH_COLUMNS, SKETCH_PANELS = 12, 48, 8
 
 
 def sketch(name: str, tensor: Tensor) -> list[list[list[int]]]:
     """A small picture of a tensor: up to eight panels (heads) of rows of values from -127 to 127, 0 in the middle.
 
-    Rows, columns and heads are sampled at even distances; of the vocabulary the largest of each stretch is taken.
+    Rows, columns and heads are sampled at even distances; of attention and of the vocabulary the largest are taken.
     """
     kind = name.rpartition(".")[2]
     panels = tensor if tensor.dim() == 3 else tensor[None] if tensor.dim() == 2 else tensor[None, None]
     panels = panels[_even(panels.shape[0], SKETCH_PANELS)]
     columns = SKETCH_COLUMNS // panels.shape[0] if kind != "weights" else SKETCH_ROWS
-    panels = panels[:, _even(panels.shape[1], SKETCH_ROWS)]
-    if kind in ("logits", "probabilities"):
-        panels = F.adaptive_max_pool1d(panels.float(), min(columns, panels.shape[2]))
-    else:
-        panels = panels[:, :, _even(panels.shape[2], columns)].float()
+    if kind == "weights" or "token" in KINDS.get(kind, NO_KIND).axes:  # what counts is rare: the largest, not a sample
+        panels = farthest(panels, [1, -(-panels.shape[1] // SKETCH_ROWS), -(-panels.shape[2] // columns)])
+    panels = panels[:, _even(panels.shape[1], SKETCH_ROWS)][:, :, _even(panels.shape[2], columns)].float()
     # A few dimensions are often far larger than all others: they may saturate, or nothing else would show.
     limit = float(panels.max()) if kind in POSITIVE or kind == "experts" else 3 * float(panels.square().mean().sqrt())
     scaled = (panels * (127 / limit if limit > 0 else 0)).nan_to_num(0).clamp(-127, 127).round().int()
@@ -621,6 +645,7 @@ def page(lab: Lab | None = None, text: str = "") -> tuple[str, bool]:
         "nearest": {str(id): lab.nearest(id, NEIGHBOURS) for id in sorted(set(lab.text(text).ids))},
         "tokens": {str(id): lab.token(id) for id in (range(size) if size <= MOST_TOKENS else sorted(used))},
         "biases": lab.biases(candidates),
+        "output": {"head": lab.head_name, "state": lab.state, "cap": lab.model.config.logit_softcap},
         "rounded": rounded,
     }
     parts = [_script('type="application/json" id="recording"', msgspec.json.encode(answers).decode())]
@@ -629,7 +654,8 @@ def page(lab: Lab | None = None, text: str = "") -> tuple[str, bool]:
         shape = " ".join(map(str, tensor.shape))
         attributes = f'type="text/plain" data-of="{owner}" data-name="{name}" data-dtype="{dtype}" data-shape="{shape}"'
         parts.append(_script(attributes, base64.b64encode(raw).decode()))
-    return template.replace(RECORDING, "\n".join(parts)), rounded
+    whole = template.replace(RECORDING, "\n".join(parts)).replace("connect-src 'self'", "connect-src 'none'")
+    return whole, rounded
 
 
 def _whole_lens(lab: Lab, made: Pass) -> Lens:

@@ -1,0 +1,71 @@
+"""llmcli lab: a page on which a model's data can be seen flowing."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from llmcli.commands import Checkpoint, Keep, Tie, open_model
+from llmcli.commands.trace import open_tokenizer
+from llmcli.errors import LlmcliError
+from llmcli.output import note, warn, write
+
+
+def run(
+    checkpoint: Checkpoint,
+    prompt: Annotated[str | None, typer.Argument(help="The text that the page begins with.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="0: any that is free; default: 8765.")] = None,
+    host: Annotated[str, typer.Option(help="Where to listen; other than this machine itself only if you must.")] = (
+        "127.0.0.1"
+    ),
+    browser: Annotated[bool, typer.Option(help="Open the page in the browser.")] = True,
+    max_tokens: Annotated[int, typer.Option(min=1, help="The longest prompt, in tokens.")] = 512,
+    tie: Tie = "auto",
+    keep: Keep = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; default: the file's.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, mps.")] = "cpu",
+) -> None:
+    """Open a page that shows the data flow through a model: every stage of every pass, step by step.
+
+    Example: llmcli lab runs/default/best "Once upon a time"
+    """
+    try:
+        from llmcli import server
+    except ModuleNotFoundError as error:
+        if error.name not in ("starlette", "uvicorn"):
+            raise
+        raise LlmcliError(f"the lab needs {error.name}, which is not installed", 'pip install "llmcli[lab]"') from None
+    from llmcli.lab import Lab, Limits
+    from llmcli.targets import find_checkpoint
+
+    listening = server.listen(host, port)
+    with listening:
+        path = find_checkpoint(checkpoint)
+        tokenizer = open_tokenizer(path, needed=False)
+        model, plan = open_model(checkpoint, tie, keep, dtype)
+        lab = Lab(
+            model.to(device),
+            tokenizer,
+            name=path.resolve().name,
+            tie=plan.tie.reason,
+            path=path,
+            prompt=prompt,
+            limits=Limits(prompt_tokens=max_tokens),
+        )
+        url = server.address(listening, host)
+        if not server.is_loopback(host):
+            warn(f"whoever reaches {host} can read this model's values here and let it compute: there is no password")
+        write(f"{url}\n")
+        note("Ctrl-C ends it")
+        if browser:
+            open_browser(url)
+        server.serve(lab, listening, host)
+
+
+def open_browser(url: str) -> None:
+    """Show the page, if there is a browser; one that runs in the terminal would hold us up, so not here."""
+    import threading
+    import webbrowser
+
+    threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
