@@ -62,12 +62,16 @@ _MAX_LAYERS = 10_000
 
 
 class HfConfig(msgspec.Struct, frozen=True):
-    """What a config.json says. `tie_flag` is None when it is silent; `config` then holds the family's default."""
+    """What a config.json says. `tie_flag` is None when it is silent; `config` then holds the family's default.
+
+    `wrapped` says that the language model is one part of a larger one (images, sound) and stood under text_config.
+    """
 
     config: ModelConfig
     tie_flag: bool | None
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    wrapped: bool = False
 
 
 def is_hf(table: dict[str, Any]) -> bool:
@@ -138,7 +142,7 @@ def _read(table: dict[str, Any], source: str) -> HfConfig:
     for ours, value in [*_floats(config), *_floats(config.rope_scaling)]:
         if not math.isfinite(value):
             raise ConfigError(f"{source}: {spelled.get(ours, ours)} is not a finite number")
-    return HfConfig(config, tie_flag, tuple(notes), tuple(warnings))
+    return HfConfig(config, tie_flag, tuple(notes), tuple(warnings), wrapped=isinstance(inner, dict))
 
 
 def _floats(struct: msgspec.Struct | None) -> list[tuple[str, float]]:

@@ -22,7 +22,7 @@ from llmcli import families, params, targets, tensors
 from llmcli.config import ModelConfig
 from llmcli.errors import CheckpointError, LlmcliError, UsageError
 from llmcli.hf_config import HfConfig
-from llmcli.mapping import EMBEDDING, HEAD, HEAD_BIAS, Match, canonical, grouped, match, mismatches, ranges
+from llmcli.mapping import EMBEDDING, HEAD, HEAD_BIAS, Match, canonical, grouped, left_alone, match, mismatches, ranges
 from llmcli.tensors import Checkpoint, ReadRows, TensorInfo, read_rows
 from llmcli.tying import Decision, Evidence, Side, decide
 
@@ -182,7 +182,8 @@ def inspect(
     matched = None
     if hf:
         try:
-            matched = match(checkpoint.infos, hf.config, where)
+            matched = match(checkpoint.infos, hf.config, where, hf.wrapped)
+            notes += left_alone(matched)
             problems += _mismatches(matched, checkpoint.infos, hf.config)
         except CheckpointError as error:
             problems.append(_said(error).removeprefix(f"{where}: "))

@@ -78,18 +78,20 @@ class Match(msgspec.Struct, frozen=True, kw_only=True):
 
     `found` is every tensor of ours (by our name) of which the file has one by name, `sources` those whose shape fits
     too. An embedding and an output matrix are never `missing`: the tie table decides what their absence means.
+    `other_parts` are the tensors of a larger model (images, sound) around a language model that is `wrapped` in it.
     """
 
     found: dict[str, tuple[families.Tensor, TensorInfo]]
     sources: dict[str, Source]
     missing: tuple[str, ...]
     left_over: tuple[str, ...]
+    other_parts: tuple[str, ...]
     misshapen: tuple[str, ...]
     not_floats: tuple[str, ...]
     ignored: tuple[str, ...]
 
 
-def match(infos: Mapping[str, TensorInfo], config: ModelConfig, where: str) -> Match:
+def match(infos: Mapping[str, TensorInfo], config: ModelConfig, where: str, wrapped: bool = False) -> Match:
     """Match a file's tensors to a family's table, from headers alone.
 
     Raises CheckpointError beginning with `where` when two names mean the same tensor, or when the file holds an
@@ -127,13 +129,16 @@ def match(infos: Mapping[str, TensorInfo], config: ModelConfig, where: str) -> M
     used = {canonical(info.name) for _, info in found.values()}
     ignorable = _patterns(family.ignorable)
     ignored = sorted(info.name for key, info in by_name.items() if key not in used and ignorable.fullmatch(key))
-    left_over = sorted(info.name for key, info in by_name.items() if key not in used and not ignorable.fullmatch(key))
+    left_over = [info.name for key, info in by_name.items() if key not in used and not ignorable.fullmatch(key)]
+    own = {_first_word(tensor.hf_name) for tensor in wanted.values()}
+    other_parts = [name for name in left_over if wrapped and _first_word(name) not in own]
     not_floats = sorted(info.name for _, info in found.values() if info.dtype not in _FLOATS)
     return Match(
         found=found,
         sources=sources,
         missing=tuple(dict.fromkeys(missing)),
-        left_over=tuple(left_over),
+        left_over=tuple(sorted(set(left_over) - set(other_parts))),
+        other_parts=tuple(sorted(other_parts)),
         misshapen=tuple(misshapen),
         not_floats=tuple(not_floats),
         ignored=tuple(ignored),
@@ -155,7 +160,7 @@ def plan(
     Raises CheckpointError, beginning with `where`, for a file that does not hold what its config describes.
     """
     family = families.get(hf.config.family)
-    matched = match(checkpoint.infos, hf.config, where)
+    matched = match(checkpoint.infos, hf.config, where, hf.wrapped)
     sources = matched.sources
     problems = mismatches(matched)
     try:
@@ -196,8 +201,18 @@ def plan(
         sources={name: filled[name] for name in order},
         ignored=matched.ignored,
         warnings=tuple(warnings),
-        notes=(*checkpoint.notes, *hf.notes, *mixed),
+        notes=(*checkpoint.notes, *hf.notes, *left_alone(matched), *mixed),
     )
+
+
+def left_alone(matched: Match) -> list[str]:
+    """A line that names the other parts of a larger model, or none."""
+    parts = sorted({_first_word(name) for name in matched.other_parts})
+    return [f"{len(matched.other_parts)} tensors of other parts are left alone: {', '.join(parts)}"] if parts else []
+
+
+def _first_word(name: str) -> str:
+    return canonical(name).partition(".")[0]
 
 
 def _by_canonical_name(infos: Mapping[str, TensorInfo], where: str) -> dict[str, TensorInfo]:

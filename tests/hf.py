@@ -62,10 +62,14 @@ def make(family: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch
     kind, sizes = CONFIGS[family]
     config = kind(**{**sizes, **changes})
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    return save_randomised(model.to(dtype), folder, seed)
+
+
+def save_randomised(model: Any, folder: Path, seed: int = 0) -> Any:
+    """Draw every parameter of a model at random, and save it."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.normal_(0, 0.4, generator=generator)
-    model = model.to(dtype)
+            parameter.copy_(torch.empty(parameter.shape).normal_(0, 0.4, generator=generator))
     model.save_pretrained(folder)
     return model

@@ -253,3 +253,23 @@ def test_a_checkpoint_written_here_opens_in_transformers_whole(pair: tuple[Any, 
     assert not any(report.values()), report
     ids = torch.arange(LENGTH)[None]
     torch.testing.assert_close(logits(theirs, ids), logits(ours, ids), atol=TOLERANCE, rtol=0)
+
+
+def test_the_language_model_inside_a_larger_one_loads_and_the_rest_is_named(tmp_path: Path, ids: torch.Tensor) -> None:
+    kind, sizes = hf.CONFIGS["gemma3"]
+    vision = transformers.SiglipVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    config = transformers.Gemma3Config(
+        text_config=kind(**sizes).to_dict(),
+        vision_config=vision.to_dict(),
+        mm_tokens_per_image=4,
+        boi_token_index=60,
+        eoi_token_index=61,
+        image_token_index=62,
+    )
+    theirs = hf.save_randomised(transformers.Gemma3ForConditionalGeneration(config).eval(), tmp_path)
+    ours, plan = checkpoint.load(tmp_path)
+    words = ids % 60  # the ids above are images
+    torch.testing.assert_close(logits(ours, words), logits(theirs, words), atol=TOLERANCE, rtol=0)
+    assert "34 tensors of other parts are left alone: multi_modal_projector, vision_tower" in plan.notes
