@@ -139,6 +139,12 @@ def test_a_missing_bias_is_not_excused_by_the_mask_of_a_like_name(
     assert "missing (1): transformer.h.1.attn.c_attn.bias" in message
 
 
+@pytest.mark.parametrize("name", ["h.0.attn.bias.extra", "decoder.h.0.attn.bias", "h.0.attn.biases", "h.x.attn.bias"])
+def test_only_the_very_name_of_a_mask_is_ignored(cases: dict[str, Case], tmp_path: Path, name: str) -> None:
+    folder = cases["gpt2"].write(tmp_path, cases["gpt2"].tensors | {name: torch.ones(1)})
+    assert f"left over (1): {name}" in refusal(folder).message
+
+
 @pytest.mark.parametrize("family", ["gpt", "gpt2"])
 def test_a_file_saved_from_linear_layers_is_recognised_by_its_oblong_matrices(
     cases: dict[str, Case], tmp_path: Path, family: str
