@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from llmcli.neighbours import Names
-from llmcli.probe import Floats, Ids, Matrix, Rows, Side
+from llmcli.probe import Floats, Ids, Matrix, Rows, Side, share
 
 ALIKE = 0.95
 """The cosine to a common direction from which rows count as alike."""
@@ -172,7 +172,7 @@ def report(
         anisotropy=anisotropy,
         rank=rank,
         duplicates=_duplicates(rows, survey),
-        under_trained=_under_trained(rows, survey),
+        under_trained=_under_trained(rows, centered, survey),
     )
     return finished, np.where(np.isfinite(survey.norms), survey.norms, np.nan)
 
@@ -221,7 +221,14 @@ def _rank(rows: Rows, usable: Ids, mean: Floats) -> Rank:
     count = max(len(chosen), 1)
     # From the centred rows to the rows as they are: adding the mean back in exact arithmetic costs no pass.
     plain = gram + np.outer(mean, total) + np.outer(total, mean) + count * np.outer(mean, mean)
-    return Rank(effective_rank(plain), effective_rank(gram - np.outer(total, total) / count), len(chosen))
+    grams = [plain, gram - np.outer(total, total) / count]
+    ranks = [0.0, 0.0]
+
+    def work(which: int) -> None:
+        ranks[which] = effective_rank(grams[which])
+
+    share(work, range(2))
+    return Rank(ranks[0], ranks[1], len(chosen))
 
 
 def effective_rank(gram: Floats) -> float:
@@ -251,20 +258,20 @@ def _duplicates(rows: Rows, survey: _Survey) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted(tuple(group) for group in groups))
 
 
-def _under_trained(rows: Rows, survey: _Survey) -> UnderTrained:
+def _under_trained(rows: Rows, centered: Rows, survey: _Survey) -> UnderTrained:
     usable, norms = survey.usable, survey.norms[survey.usable]
     found: set[int] = set()
     shared, same = shared_norm(norms)
     if shared:
         found.update(usable[same].tolist())
     alike = None
-    start = usable[same] if len(same) else usable
     if len(usable) > 2:
-        cosines = _common_direction(rows, usable, norms, start)
+        cosines = _common_direction(rows, usable, norms, np.union1d(usable[same][:256], _crowds(centered, usable)))
         close = cosines >= ALIKE
-        between = int(((cosines >= ALIKE - 0.15) & ~close).sum())
-        # A crowd apart, not the dense end of one that thins out.
-        if close.sum() >= 3 and between * 4 <= close.sum():
+        below = cosines < ALIKE - 0.15
+        between = len(usable) - int(close.sum()) - int(below.sum())
+        # A crowd apart from the others, not the dense end, or the bulk, of one that thins out.
+        if close.sum() >= 3 and between * 4 <= min(close.sum(), below.sum()):
             alike = Alike(float(cosines[close].min()), int(close.sum()))
             found.update(usable[close].tolist())
     few = short_rows(norms)
@@ -276,8 +283,8 @@ def _under_trained(rows: Rows, survey: _Survey) -> UnderTrained:
 def shared_norm(norms: Floats) -> tuple[SharedNorm | None, Ids]:
     """The densest group of norms that lie within `SHARED` of each other, and its places; None where it is no crowd.
 
-    A crowd is at least eight rows, and three times what so narrow a window holds at the top of a normal distribution
-    as wide as the middle 98 % of the norms.
+    A crowd is at least eight rows, and well over three times what so narrow a window holds at the top of a normal
+    distribution as wide as the middle 98 % of the norms (well over: by five standard deviations of chance).
     """
     order = np.argsort(norms, kind="stable")
     values = norms[order]
@@ -289,7 +296,7 @@ def shared_norm(norms: Floats) -> tuple[SharedNorm | None, Ids]:
     logs = np.log(values)
     width = max(float(np.clip(logs, *np.quantile(logs, [0.01, 0.99])).std()), 1e-9)
     expected = len(values) * min(1.0, SHARED / (width * (2 * np.pi) ** 0.5))
-    if len(members) < max(8, 3 * expected):
+    if len(members) < 8 + 3 * expected + 5 * expected**0.5:
         return None, members
     return SharedNorm(float(values[first]), SHARED, len(members)), members
 
@@ -305,25 +312,33 @@ def short_rows(norms: Floats) -> Ids:
     return np.flatnonzero((logs < middle - np.log(2)) & (logs < middle - 6 * deviation))
 
 
+def _crowds(centered: Rows, usable: Ids) -> Ids:
+    """Some rows from where most of them point: those of the fullest of the cells into which ten random planes cut
+    space. Rows that point the same way lie in one cell, others anywhere."""
+    planes = np.random.default_rng(1).standard_normal((10, centered.matrix.width))
+    planes /= np.linalg.norm(planes, axis=1, keepdims=True)
+    cells = (2 ** np.arange(10)) @ (centered.products(planes)[:, usable] > 0)
+    fullest = np.bincount(cells, minlength=1024).argsort(kind="stable")[::-1][:3]
+    return np.concatenate([usable[cells == cell][:256] for cell in fullest])
+
+
 def _common_direction(rows: Rows, usable: Ids, norms: Floats, start: Ids) -> Floats:
     """The cosine of every usable row to a direction that many share.
 
-    Found among the rows `start`, by going to the middle of the rows that lie near it.
+    Found among the rows `start`: the one of them that has most others close by, then the middle of what lies near.
     """
-    some = rows.vectors(start[:1024])
+    some = rows.vectors(start)
     some = some / np.linalg.norm(some, axis=1, keepdims=True)
-    # The row of them that has the most others close by.
-    sample = some[:512]
-    direction = sample[int((sample @ some.T >= ALIKE).sum(1).argmax())]
+    direction = some[int((some @ some.T >= ALIKE).sum(1).argmax())]
     for _ in range(2):
-        cosines = rows.products(direction)[usable] / norms
-        close = usable[cosines >= ALIKE][:1024]
+        close = usable[rows.products(direction[None])[0, usable] >= ALIKE * norms][:1024]
         if not len(close):
             break
         block = rows.vectors(close)
         middle = (block / np.linalg.norm(block, axis=1, keepdims=True)).sum(0)
         direction = middle / np.linalg.norm(middle)
-    return rows.products(direction)[usable] / norms
+    cosines: Floats = rows.products(direction[None])[0, usable] / norms
+    return cosines
 
 
 def histogram(values: Floats, bins: int = 20) -> Histogram:

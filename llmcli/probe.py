@@ -263,16 +263,16 @@ class Rows:
 
         share(panel, range(0, self.count, self._panel))
 
-    def products(self, vector: Floats) -> Floats:
-        """The dot product of every row with a vector of length 1, to float32's precision."""
+    def products(self, vectors: Floats) -> Floats:
+        """The dot products of vectors of length 1, (t, d), with every row, (t, V), to float32's precision."""
         kernel = dots.Wide(self._array, self._dtype, self.mean)
-        unit = vector.astype(np.float32)[None]
-        result = np.empty(self.count)
+        unit = vectors.astype(np.float32)
+        result = np.empty((len(unit), self.count))
 
         def panel(start: int) -> None:
             stop = min(start + self._panel, self.count)
             with np.errstate(all="ignore"):
-                result[start:stop] = kernel.run(unit, start, stop, False)[0][0]
+                result[:, start:stop] = kernel.run(unit, start, stop, False)[0]
 
         share(panel, range(0, self.count, self._panel))
         return result
