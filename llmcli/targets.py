@@ -33,7 +33,7 @@ def repo_id(target: str | Path, revision: str | None = None) -> RepoId | None:
     """
     text = str(target)
     found = _REPO.fullmatch(text.removeprefix(HUB))
-    here = not text.startswith(HUB) and (os.path.lexists(text) or os.path.isdir(text.partition("/")[0]))
+    here = not text.startswith(HUB) and os.path.isdir(text.partition("/")[0])
     if found is None and text.startswith(HUB):
         raise UsageError(f"{text}: not a repository of the Hub", f"Write {HUB}org/name or {HUB}org/name@revision.")
     if found is None or here:

@@ -93,6 +93,7 @@ def test_a_slip_in_a_local_path_is_not_looked_up_on_the_hub(fetched: list[tuple[
 
 def test_hf_means_the_hub_whatever_exists_here(fetched: list[tuple[str, RepoId, bool]]) -> None:
     Path("org/name").mkdir(parents=True)
+    Path("hf:/org/name").mkdir(parents=True)
     targets.find_checkpoint("hf://org/name")
     assert fetched == [("fetch", RepoId("org/name"), False)]
 
