@@ -126,9 +126,9 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     `batch_size` sequences go through the model at a time in each process; a step adds up `accumulation` of them.
     `context` None is the model's max_position_embeddings, at most 1,024. `warmup_steps` lead up to `lr`; `schedule`
     leads from there to `min_lr` at `schedule_steps` (None: `max_steps`); `wsd` stays at `lr` until the last
-    `decay_fraction` of them. `eval_batches` 0 is
-    the whole validation text; `save_every` None saves at every evaluation. `keep` so many older checkpoints besides
-    the last, `patience` so many evaluations without a better one (0: no limit), `time_limit` in seconds (0: none).
+    `decay_fraction` of them. An evaluation reads as much of the validation text as `eval_batches` steps would (0: all);
+    `save_every` None saves at each. `keep` so many older checkpoints besides the last, `patience` so many evaluations
+    without a better one (0: no limit), `time_limit` in seconds (0: none).
     """
 
     context: Size | None = None

@@ -113,6 +113,7 @@ def joined(device: str) -> Iterator[Processes]:
     try:
         dist.init_process_group(backend, timeout=PATIENCE)
         yield Processes(dist.get_rank(), count, local, place)
+        dist.barrier()  # nobody takes the connections down under another's last exchange
     except RuntimeError as error:  # all of PyTorch's own are RuntimeErrors
         if not _is_lost_connection(error):
             raise
@@ -173,6 +174,11 @@ def exchanging(objective: nn.Module, last: bool) -> AbstractContextManager[None]
     elif isinstance(objective, DistributedDataParallel) and not last:
         return cast("AbstractContextManager[None]", objective.no_sync())
     return nullcontext()
+
+
+def is_sharded(objective: nn.Module) -> bool:
+    """Whether each process holds only its part of the weights."""
+    return isinstance(objective, FSDPModule)
 
 
 def whole(tensor: Tensor) -> Tensor:

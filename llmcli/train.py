@@ -155,35 +155,38 @@ def train(
     `resume` goes on from `out/last`; `init_from` starts anew from a checkpoint's weights. `stop` is asked after every
     step: a reason ends the run, saved. Raises a subclass of LlmcliError for everything that cannot be.
     """
-    config = recipe.train
-    with joined(config.device) as processes, claimed(out, resume, processes):
+    with joined(recipe.train.device) as processes, claimed(out, resume, processes):
         with processes.in_turn(processes.local == 0):  # the first process of a machine tokenises, the others find it
             text = yield from data.prepare(recipe.data, recipe.model.vocab_size, out / "cache")
-        run = Run(recipe, out, text, processes, resume, init_from)
-        state, told = run.state, run.told
-        yield told(run.start())
-        first = state.step
-        while True:
-            step, reason = state.step, processes.agree(stop() or run.over(state), REASONS)
-            if step > first or config.max_steps == 0:  # what a resumed run starts with has been judged and saved
-                if step % config.eval_every == 0 or reason == "finished":
-                    value = run.evaluate(step)
-                    yield told(value)
-                    state, better = judged(state, value)
-                    if better:
-                        yield told(run.save(state, "best"))
-                    reason = reason or run.over(state)
-                if reason or step % (config.save_every or config.eval_every) == 0:
-                    yield told(run.save(state, "last"))
-                if config.sample_every and step % config.sample_every == 0:
-                    yield told(run.sample(step))
-            if reason:
-                break
-            update = run.update(step)
-            state = msgspec.structs.replace(state, step=step + 1, tokens=state.tokens + run.step_tokens)
-            if state.step % config.log_every == 0 or state.step in (first + 1, config.max_steps):
-                yield told(run.report(state, update))
-        yield told(run.done(state, reason))
+        yield from loop(Run(recipe, out, text, processes, resume, init_from), stop)
+
+
+def loop(run: Run, stop: Callable[[], str | None]) -> Iterator[Event]:
+    """Step after step until there is a reason to end: evaluate, save and report when it is time."""
+    config, state, told = run.config, run.state, run.told
+    first = state.step
+    yield told(run.start())
+    while True:
+        step, reason = state.step, run.processes.agree(stop() or run.over(state), REASONS)
+        if step > first or config.max_steps == 0:  # what a resumed run starts with has been judged and saved
+            if step % config.eval_every == 0 or reason == "finished":
+                value = run.evaluate(step)
+                yield told(value)
+                state, better = judged(state, value)
+                if better:
+                    yield told(run.save(state, "best"))
+                reason = reason or run.processes.agree(run.over(state), REASONS)
+            if reason or step % (config.save_every or config.eval_every) == 0:
+                yield told(run.save(state, "last"))
+            if config.sample_every and step % config.sample_every == 0:
+                yield told(run.sample(step))
+        if reason:
+            break
+        update = run.update(step)
+        state = msgspec.structs.replace(state, step=step + 1, tokens=state.tokens + run.step_tokens)
+        if state.step % config.log_every == 0 or state.step in (first + 1, config.max_steps):
+            yield told(run.report(state, update))
+    yield told(run.done(state, reason))
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -213,7 +216,7 @@ def dry_run(recipe: Recipe, *, init_from: Path | None = None, steps: int = 2) ->
         began = time.perf_counter()
         run.evaluate(0, size)
         windows = -(-(len(text.validation) - 1) // run.context)
-        rounds = -(-min(windows, config.eval_batches * size or windows) // size)
+        rounds = -(-min(windows, config.eval_batches * run.sequences or windows) // size)
         evaluations = (time.perf_counter() - began) * rounds * (config.max_steps // config.eval_every + 1)
         model, batch = run.recipe.model, config.batch_size
         memory = costs.training_memory(model, dtype="float32", context=run.context, batch=batch)
@@ -301,15 +304,19 @@ class Run:
         self.config, self.context = recipe.train, cast(int, recipe.train.context)
         data.check_length(text, self.context)
         self.out, self.text = out, text
-        self.sequences = self.config.batch_size * self.config.accumulation * processes.count
-        self.step_tokens = self.sequences * self.context
         self.state = State(
-            sequences=self.sequences, data=text.fingerprint, tokenizer=text.tokenizer.fingerprint, recipe=recipe
+            sequences=self.config.batch_size * self.config.accumulation * processes.count,
+            data=text.fingerprint,
+            tokenizer=text.tokenizer.fingerprint,
+            recipe=recipe,
         )
         self.model = models.build(recipe.model, self.config.seed)
         source = last_good(out, self.notes) if resume else None
         if source:
-            self.state = resumable(read_state(source), self.state, out, self.notes)
+            self.state = resumable(read_state(source), self.state, processes.count, out, self.notes)
+        self.sequences = self.state.sequences
+        self.accumulation = self.sequences // (self.config.batch_size * processes.count)
+        self.step_tokens = self.sequences * self.context
         if source or init_from:
             fill(self.model, cast(Path, source or init_from), text.tokenizer)
         self.model.to(self.device).train()
@@ -336,8 +343,8 @@ class Run:
             group["lr"] = rate
         torch.manual_seed(seed_of(self.config.seed, step, self.processes.rank))
         total = torch.zeros((), device=self.device)
-        for micro in range(self.config.accumulation):
-            with distributed.exchanging(self.objective, last=micro + 1 == self.config.accumulation):
+        for micro in range(self.accumulation):
+            with distributed.exchanging(self.objective, last=micro + 1 == self.accumulation):
                 value = self.prepared.loss_of(*self.batch(step, micro))
                 torch.autograd.backward(value * (self.processes.count / self.step_tokens))  # DDP and FSDP take the mean
             total += value.detach()
@@ -372,7 +379,7 @@ class Run:
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64)  # loss and tokens
         size, count = self.config.batch_size, self.processes.count
-        limit = self.config.eval_batches * size * count if windows is None else windows
+        limit = self.config.eval_batches * self.sequences if windows is None else windows
         batches = data.held_out(self.text.validation, self.context, size, limit)
         for both in data.shared(batches, self.processes.rank, count):
             inputs, targets = torch.from_numpy(both[:, :-1]).clamp(min=0), torch.from_numpy(both[:, 1:])
@@ -426,12 +433,22 @@ class Run:
         by, prompt = self.text.tokenizer, self.config.sample_prompt
         ids = by.encode(prompt) if prompt else [by.eos_id if by.eos_id is not None else by.encode("\n")[0]]
         sampling = generate.Sampling(max_new_tokens=self.config.sample_tokens, seed=self.config.seed)
-        self.model.eval()
-        allowed = generate.allowed_ids(self.model, by)
-        with torch.inference_mode():
-            new = [token.id for token in generate.generate(self.model, [ids], sampling, allowed=allowed)]
+        model, new = self.whole_model(), []
+        if self.processes.first:
+            allowed = generate.allowed_ids(model, by)
+            new = [token.id for token in generate.generate(model.eval(), [ids], sampling, allowed=allowed)]
         self.model.train()
         return Sample(step=step, prompt=prompt, text=by.decode([*ids, *new])[len(by.decode(ids)) :])
+
+    def whole_model(self) -> Decoder:
+        """The model; where it is in shards, a copy on the CPU, for the first process."""
+        if not distributed.is_sharded(self.objective):
+            return self.model
+        weights = {name: distributed.whole(value) for name, value in self.model.state_dict().items()}
+        with torch.device("meta"):
+            copy = Decoder(self.recipe.model)
+        copy.load_state_dict(weights, assign=True)
+        return copy
 
     def start(self) -> Start:
         """What is going to be trained, and how."""
@@ -678,8 +695,11 @@ def last_good(out: Path, notes: list[str]) -> Path | None:
     return None
 
 
-def resumable(old: State, new: State, out: Path, notes: list[str]) -> State:
-    """The state to go on from. Raises TrainingError where what would go on is another run than the one that stopped."""
+def resumable(old: State, new: State, processes: int, out: Path, notes: list[str]) -> State:
+    """The state to go on from. Raises TrainingError where what would go on is another run than the one that stopped.
+
+    A step keeps its sequences: on another number of processes it is put together from more or fewer micro-batches.
+    """
     anew = f"To start anew from these weights: --init-from {out / 'last'} --out another folder."
     if old.tokenizer != new.tokenizer:
         raise TrainingError(f"{out}: the run has another tokenizer than this recipe", anew)
@@ -690,13 +710,22 @@ def resumable(old: State, new: State, out: Path, notes: list[str]) -> State:
     was, now = (cast(dict[str, Any], msgspec.to_builtins(state.recipe.model)) for state in (old, new))
     if differ := [f"{key} {was[key]} is now {now[key]}" for key in was if was[key] != now[key]]:
         raise TrainingError(f"{out}: the run's model is not this recipe's: {', '.join(differ)}", anew)
-    if old.sequences != new.sequences:
+    size = new.recipe.train.batch_size
+    if old.sequences % (size * processes):
+        many = f" on {processes} processes" if processes > 1 else ""
         raise TrainingError(
-            f"{out}: a step of the run has {old.sequences} sequences, of this recipe {new.sequences}",
-            f"Choose batch_size and accumulation so that it is {old.sequences}. {anew}",
+            f"{out}: a step of the run has {old.sequences} sequences, which batches of {size}{many} do not make up",
+            f"Choose a train.batch_size that does. {anew}",
+        )
+    if old.sequences != new.sequences:
+        notes.append(
+            f"a step keeps its {old.sequences} sequences: {old.sequences // (size * processes)} batches of {size}"
+            f" on each of {processes} processes"
         )
     was, now = (cast(dict[str, Any], msgspec.to_builtins(state.recipe.train)) for state in (old, new))
     notes += [f"train.{key} was {was[key]}, is now {now[key]}" for key in was if was[key] != now[key]]
+    if old.recipe.data.shuffle != new.recipe.data.shuffle:
+        notes.append(f"data.shuffle was {old.recipe.data.shuffle}, is now {new.recipe.data.shuffle}")
     return msgspec.structs.replace(old, recipe=new.recipe)
 
 
