@@ -226,7 +226,7 @@ def read_pickle(path: Path) -> tuple[dict[str, Tensor], list[str]]:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})", "Check its permissions.") from None
     except pickle.UnpicklingError as error:
-        wants = re.search(r"GLOBAL (\S+)|[Uu]nsupported (?:global|operand|class)\D*?([\w.]+)", str(error))
+        wants = re.search(r"GLOBAL (\w+\.[\w.]+)|unrecognized function (<.*>)", str(error))
         if wants:
             name = tensors.clip(wants[1] or wants[2])
             raise CheckpointError(

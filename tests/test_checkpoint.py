@@ -18,6 +18,8 @@ import hf
 import pytest
 import torch
 import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from llmcli import checkpoint, load_model, tensors
@@ -408,6 +410,31 @@ def test_every_kind_of_damage_to_a_pickle_is_refused(llama: Made, tmp_path: Path
         with pytest.raises(CheckpointError) as refusal:
             load_model(folder)
         assert str(file) in refusal.value.message and len(refusal.value.message) < 1000
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    zip_form=st.booleans(),
+    changes=st.lists(
+        st.tuples(st.integers(0, 10**6), st.binary(max_size=9) | st.just(b"\xff" * 8), st.integers(0, 9)), max_size=4
+    ),
+)
+def test_any_bytes_in_a_pickle_load_or_are_refused(tmp_path: Path, zip_form: bool, changes: Any) -> None:
+    raw = io.BytesIO()
+    torch.save({"model": {"a": torch.ones(2), "b": torch.ones(3)}}, raw, _use_new_zipfile_serialization=zip_form)
+    data = raw.getvalue()
+    for position, new, cut in changes:
+        at = position % len(data)
+        data = data[:at] + new + data[at + cut :]
+    (tmp_path / "x.bin").write_bytes(data)
+    try:
+        values, _ = checkpoint.read_pickle(tmp_path / "x.bin")
+    except LlmcliError as error:
+        assert error.hint and error.message.isprintable() and len(error.message) < 1000
+        return
+    for value in values.values():
+        assert value.device.type == "cpu"
+        value.clone()
 
 
 def test_an_archive_that_unpacks_to_more_than_it_is_is_refused(llama: Made, tmp_path: Path) -> None:
