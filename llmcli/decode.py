@@ -75,6 +75,15 @@ class Step:
         return softcap(self._head(self._final_norm(x)), self._model.config.logit_softcap)
 
 
+SMALL = 4_000_000
+"""Parameters below which one thread decodes faster than several: to call the others takes longer than the work."""
+
+
+def threads(model: Decoder) -> int:
+    """How many threads a model of this size is best decoded with, of those that torch has."""
+    return 1 if sum(p.numel() for p in model.parameters()) < SMALL else torch.get_num_threads()
+
+
 class _Turns:
     """The current position's rotations, made once for all layers: cos and sin, (R/2,) or (B * heads, R/2)."""
 
@@ -128,23 +137,39 @@ def _out(linear: nn.Linear, x: Tensor, adding: bool) -> Rows:
 
 
 def _norm(norm: nn.Module | None, x: Tensor) -> Rows:
-    """A norm of rows like `x`. One float32 row's root mean square is a number: three calls in place of eight."""
+    """A norm of rows like `x`."""
     if norm is None:
         return lambda x: x
     if type(norm) is nn.LayerNorm:
         shape, scale, bias, eps = norm.normalized_shape, norm.weight, norm.bias, norm.eps
         return lambda x: F.layer_norm(x, shape, scale, bias, eps)
-    if type(norm) is RMSNorm and x.dtype == torch.float32 and len(x) == 1 and x.device.type == "cpu":
-        weight = 1.0 + norm.weight if norm.plus_one else norm.weight.detach()
-        width, zero, out = x.shape[1], torch.zeros_like(x), torch.empty_like(x)
-
-        def one_row(x: Tensor, eps: float = norm.eps) -> Tensor:
-            row = x.view(-1)
-            scale = 1 / math.sqrt(float(torch.dot(row, row)) / width + eps)
-            return torch.addcmul(zero, x, weight, value=scale, out=out)
-
-        return one_row
+    if type(norm) is RMSNorm and len(x) == 1 and x.device.type == "cpu":
+        return _norm_of_one_row(norm, x)
     return cast(Rows, norm)
+
+
+def _norm_of_one_row(norm: RMSNorm, x: Tensor) -> Rows:
+    """RMSNorm where the root mean square is a number; rounded where RMSNorm rounds."""
+    weight = 1.0 + norm.weight.detach().float() if norm.plus_one else norm.weight.detach()
+    width, eps = x.shape[1], norm.eps
+    if x.dtype == weight.dtype == torch.float32:
+        zero, out = torch.zeros_like(x), torch.empty_like(x)
+
+        def exact(x: Tensor) -> Tensor:
+            row = x.view(-1)
+            return torch.addcmul(
+                zero, x, weight, value=1 / math.sqrt(float(torch.dot(row, row)) / width + eps), out=out
+            )
+
+        return exact
+
+    def rounded(x: Tensor) -> Tensor:
+        wide = x.float()
+        row = wide.view(-1)
+        wide.mul_(1 / math.sqrt(float(torch.dot(row, row)) / width + eps))
+        return wide.mul_(weight).type_as(x) if norm.plus_one else wide.type_as(x).mul_(weight)
+
+    return rounded
 
 
 def _block(block: Block, cache: LayerCache, x: Tensor, turns: _Turns) -> Callable[[], object]:

@@ -111,7 +111,7 @@ def _nucleus(weights: Tensor, p: float) -> tuple[Tensor, Tensor]:
         if reached[-1] >= enough or count == len(weights):
             kept = max(1, int((reached - largest < enough).sum()))
             return largest[:kept], places[:kept]
-        count = min(8 * count, len(weights))
+        count = min(32 * count, len(weights))
 
 
 def draw(ids: Tensor, probabilities: Tensor, uniform: float) -> int:
@@ -124,7 +124,7 @@ def draw(ids: Tensor, probabilities: Tensor, uniform: float) -> int:
 def choose(logits: Tensor, sampling: Sampling, seen: Sequence[int], generator: random.Random) -> int:
     """The next token's id, drawn with one number of `generator` or, at temperature 0, the most probable one."""
     if sampling.temperature == 0 and sampling.repetition_penalty == 1.0:
-        return int(logits.argmax())
+        return int(logits.detach().to("cpu", torch.float32).numpy().argmax())  # twenty times as fast as torch's
     ids, probabilities = distribution(logits, sampling, seen)
     return int(ids[0]) if len(ids) == 1 else draw(ids, probabilities, generator.random())
 
@@ -134,14 +134,14 @@ def generate(
     prompts: Sequence[Sequence[int]],
     sampling: Sampling = DEFAULT,
     *,
-    allowed: Tensor | None = None,
+    forbidden: Tensor | None = None,
     ends: Callable[[int, int], bool] = lambda row, id: False,
     use_cache: bool = True,
     cache: list[LayerCache] | None = None,
 ) -> Iterator[Token]:
     """The tokens that follow each prompt, one row each, as they are chosen: every row's first, then the second, ...
 
-    `allowed` (V,) bool leaves out the rows that are no tokens. `ends(row, id)` is asked once for each new token and
+    `forbidden` ids are never chosen: the rows that are no tokens. `ends(row, id)` is asked once for each new token and
     says whether the row ends with it. A `cache` that has seen the beginning of the one prompt need not see it again.
     Raises UsageError for an empty prompt, an id without a row or a prompt longer than the learned positions, all
     before the first forward pass; NonFiniteLogits, naming the step, when it comes to that.
@@ -160,7 +160,7 @@ def generate(
     for step in range(1, sampling.max_new_tokens + 1):
         logits = predict(running)
         require_finite(model, logits, step)
-        scores = logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
+        scores = logits if forbidden is None else logits.index_fill(1, forbidden, -torch.inf)
         going_on = []
         for n, row in enumerate(running):
             id = choose(scores[n], sampling, rows[row], generators[row])
@@ -250,7 +250,7 @@ def rivals(logits: Tensor, id: int, count: int) -> tuple[float, tuple[Rival, ...
 
 def require_finite(model: Decoder, logits: Tensor, step: int) -> None:
     """Raise NonFiniteLogits with the step and the probable cause where a logit is NaN or infinite."""
-    if torch.isfinite(logits.float().sum()) or torch.isfinite(logits).all():
+    if math.isfinite(float(logits.float().sum())) or torch.isfinite(logits).all():
         return
     damaged = next((name for name, p in model.named_parameters() if not torch.isfinite(p).all()), None)
     if damaged:
@@ -262,12 +262,12 @@ def require_finite(model: Decoder, logits: Tensor, step: int) -> None:
     raise NonFiniteLogits(f"the logits of new token {step} are not finite: {cause}", hint)
 
 
-def allowed_ids(model: Decoder, tokenizer: Tokenizer) -> Tensor | None:
-    """Which rows of the vocabulary are tokens, (V,) bool; None when all are."""
+def rows_without_token(model: Decoder, tokenizer: Tokenizer) -> Tensor | None:
+    """The ids that have a row in the model and no token to stand for; None where there are none."""
     ids = torch.tensor(sorted(tokenizer.backend.get_vocab(with_added_tokens=True).values()))
-    allowed = torch.zeros(model.config.vocab_size, dtype=torch.bool)
-    allowed[ids[ids < model.config.vocab_size]] = True
-    return None if allowed.all() else allowed
+    empty = torch.ones(model.config.vocab_size, dtype=torch.bool)
+    empty[ids[ids < model.config.vocab_size]] = False
+    return empty.nonzero().view(-1).to(model.token_embeddings.weight.device) if empty.any() else None
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -345,8 +345,8 @@ def complete(
         said[row] = texts[row].push(id)
         return texts[row].stopped
 
-    allowed = allowed_ids(model, tokenizer) if tokenizer else None
-    for token in generate(model, prompts, sampling, allowed=allowed, ends=ends, use_cache=use_cache, cache=cache):
+    forbidden = rows_without_token(model, tokenizer) if tokenizer else None
+    for token in generate(model, prompts, sampling, forbidden=forbidden, ends=ends, use_cache=use_cache, cache=cache):
         row = token.row
         top = tuple(Candidate(r.id, _adds(tokenizer, last[row], r.id), r.logprob) for r in token.top)
         text = said[row] + (texts[row].finish() if token.finish else "")
