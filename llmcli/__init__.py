@@ -57,9 +57,15 @@ def read_config(target: str | Path) -> ModelConfig:
 
 
 def count(target: str | Path | dict[str, Any] | ModelConfig) -> ParameterCount:
-    """The parameters of a preset, a config (struct, table of keys or file) or a checkpoint, tied and untied."""
-    from llmcli import config, params, targets
+    """The parameters of a preset, a config (struct, table of keys or file) or a checkpoint, tied and untied.
+
+    A checkpoint is counted by the headers of its files, whatever its config says (`llmcli.params.take` tells both).
+    """
+    from llmcli import config, families, hf_config, params
 
     if isinstance(target, dict):
-        target = config.parse(config.model_table(target), config.ModelConfig, "config")
-    return params.count(target if isinstance(target, config.ModelConfig) else targets.read_config(target))
+        table = config.model_table(target)
+        if hf_config.is_hf(table):
+            return params.count(hf_config.read(table, "config").config)
+        target = families.complete(config.parse(table, config.ModelConfig, "config"))
+    return params.count(target) if isinstance(target, config.ModelConfig) else params.take(target).count

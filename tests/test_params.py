@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from hf import FAMILIES, make
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -104,6 +104,7 @@ def test_one_layer_stands_for_all_and_the_parts_add_up(name: str) -> None:
             assert counted.active == counted.total
 
 
+@settings(deadline=None)  # a first import takes longer
 @given(
     family=st.sampled_from(families.names()),
     heads=st.tuples(st.integers(1, 3), st.integers(1, 3)),
@@ -125,6 +126,8 @@ def test_a_count_is_what_the_decoder_holds(
         num_heads=num_heads,
         num_kv_heads=heads[1] if "num_kv_heads" in known.keys else None,
         hidden_dim=hidden,
+        num_experts=5 if "num_experts" in known.keys else None,
+        top_k_experts=2 if "num_experts" in known.keys else None,
         tie_word_embeddings=tied,
     )
     with torch.device("meta"):
@@ -432,3 +435,11 @@ def test_stories260k() -> None:
     assert counted.files
     assert (counted.count.total, counted.count.total_untied) == (260_032, 260_032 + 512 * 64)
     assert (counted.files.bytes, counted.files.padding_rows, counted.files.disagreements) == (4 * 260_032, 0, ())
+
+
+def test_the_api_counts_whatever_the_command_counts(folder: Path) -> None:
+    assert llmcli.count("gpt2") == count(read_config("gpt2")) == llmcli.count(read_config("gpt2"))
+    assert llmcli.count(LLAMA_405B).total == 405_853_388_800
+    bend(folder, lambda t: t.update({"extra": torch.zeros(7)}))
+    assert llmcli.count(folder) == take(folder).count
+    assert llmcli.count(folder).parts["other"] == 7
