@@ -189,8 +189,8 @@ def _fetch_resumably(repo: RepoId, commit: str, name: str) -> None:
         return
     url = hf_hub_url(repo.name, name, revision=commit)
     remote = get_hf_file_metadata(url)
-    if not remote.etag or not remote.size:
-        return
+    if not remote.etag or not remote.size or remote.size > constants.MAX_HTTP_DOWNLOAD_SIZE:
+        return  # huggingface_hub has other ways for these
     store = repo_folder_name(repo_id=repo.name, repo_type="model")
     cache = Path(constants.HF_HUB_CACHE)
     blob = cache / store / "blobs" / remote.etag
