@@ -433,12 +433,11 @@ class Run:
         by, prompt = self.text.tokenizer, self.config.sample_prompt
         ids = by.encode(prompt) if prompt else [by.eos_id if by.eos_id is not None else by.encode("\n")[0]]
         sampling = generate.Sampling(max_new_tokens=self.config.sample_tokens, seed=self.config.seed)
-        model, new = self.whole_model(), []
+        model, text = self.whole_model(), ""
         if self.processes.first:
-            allowed = generate.allowed_ids(model, by)
-            new = [token.id for token in generate.generate(model.eval(), [ids], sampling, allowed=allowed)]
+            text = "".join(piece.text for piece in generate.complete(model.eval(), by, [ids], sampling))
         self.model.train()
-        return Sample(step=step, prompt=prompt, text=by.decode([*ids, *new])[len(by.decode(ids)) :])
+        return Sample(step=step, prompt=prompt, text=text)
 
     def whole_model(self) -> Decoder:
         """The model; where it is in shards, a copy on the CPU, for the first process."""

@@ -243,9 +243,18 @@ def test_what_one_process_cannot_do_stops_the_other_too(folder: Path) -> None:
 @pytest.mark.slow
 def test_torchrun_starts_it(folder: Path) -> None:
     (folder / "torchrun.json").write_bytes(msgspec.json.encode(recipe(folder, LLAMA, "fsdp", 2)))
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "llmcli"]
-        + ["train", str(folder / "torchrun.json"), "--out", str(folder / "torchrun"), "--json"],
+        [
+            *torchrun,
+            "-m",
+            "llmcli",
+            "train",
+            str(folder / "torchrun.json"),
+            "--out",
+            str(folder / "torchrun"),
+            "--json",
+        ],
         capture_output=True,
         encoding="utf-8",
         timeout=200,
