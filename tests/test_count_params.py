@@ -396,3 +396,34 @@ def test_counting_llama_405b_takes_less_than_45_megabytes(large: Path) -> None:
     assert int(kilobytes) < 45_000
     # Of the processor and not of the clock, which other work delays; alone it is about 0.2 s.
     assert float(seconds) < 1.0
+
+
+def test_a_repository_is_counted_from_the_beginnings_of_its_files(tmp_path: Path) -> None:
+    import hf
+    from hub_server import serve
+    from safetensors.torch import load_file, save_file
+
+    model = hf.make("llama", tmp_path / "model", tie_word_embeddings=True, hidden_size=64, vocab_size=4000)
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(path)
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, path, {"format": "pt"})
+    config = (tmp_path / "model" / "config.json").read_bytes()
+    total = sum(parameter.numel() for parameter in model.parameters())
+    with serve() as hub:
+        hub.add("org/twice", {"config.json": config, "model.safetensors": path.read_bytes()})
+        hub.add("org/pickled", {"config.json": config, "pytorch_model.bin": bytes(1 << 20)})
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+        environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache")}
+        run = subprocess.run(
+            [sys.executable, "-m", "llmcli", "count-params", "org/twice", "org/pickled", "--json"],
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=60,
+        )
+        sent = hub.sent
+    assert run.returncode == 0
+    assert [counted["total"] for counted in json.loads(run.stdout)] == [total, total]
+    assert "'lm_head.weight', not compared: config.json says tied: counted once" in run.stderr
+    assert "counted from config.json" in run.stderr
+    assert sent < path.stat().st_size / 4, "no weights were transferred"

@@ -395,7 +395,7 @@ def draw(results: list[Result], path: Path) -> None:
                 [part.replace("_", " ") for part in parts], sizes, color=[colours[part] for part in parts], height=0.72
             )
             axes.bar_label(bars, [f"{n:,}  ({percent(n / count.total)})" for n in sizes], padding=4)
-            axes.set_xlim(0, max(sizes) * 1.5)  # room for the numbers
+            axes.set_xlim(0, max(sizes, default=1) * 1.5)  # room for the numbers
             axes.spines["bottom"].set_visible(False)
             axes.set_xticks([])
             tie = "tied" if count.tie_word_embeddings else "untied"
@@ -417,7 +417,7 @@ def draw(results: list[Result], path: Path) -> None:
             )
             for row, share in enumerate(shares):
                 if share >= 0.05:  # less is narrower than its number
-                    dark = part in ("embedding", "norms", "output", "feed_forward")
+                    dark = part in ("embedding", "norms")  # blue and grey; on the others black reads better
                     where = (left[row] + share / 2, row)
                     axes.text(*where, percent(share), ha="center", va="center", color="white" if dark else "black")
                 left[row] += share
