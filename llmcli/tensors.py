@@ -389,8 +389,15 @@ def find_files(path: Path) -> Files:
     """Where a checkpoint's weights are: the file itself, or in a folder one file or shards, safetensors before pickles.
 
     Raises CheckpointError: nothing there (naming what is there instead), shards missing (all are listed), a file or
-    link that leads out of the folder.
+    link that leads out of the folder, a folder that may not be read.
     """
+    try:
+        return _find_files(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})", "Check its permissions.") from None
+
+
+def _find_files(path: Path) -> Files:
     if path.is_file():
         return Files((path,))
     if not path.is_dir():
@@ -431,10 +438,13 @@ def inside(folder: Path, name: str) -> Path | None:
     The Hub's cache is the one exception: its snapshots consist of links to the blobs beside them.
     """
     path = folder / name
-    if not path.is_file():
-        return None
-    if path.is_symlink():
-        root, target = folder.resolve(), path.resolve()
+    try:
+        if not path.is_file():
+            return None
+        linked, root, target = path.is_symlink(), folder.resolve(), path.resolve()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})", "Check its permissions.") from None
+    if linked:
         blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else None
         if not target.is_relative_to(root) and target.parent != blobs:
             raise CheckpointError(

@@ -315,6 +315,13 @@ def test_a_config_of_millions_of_parts_is_refused_at_once(cases: dict[str, Case]
     )
 
 
+def test_sizes_that_would_ask_for_terabytes_are_refused_from_the_header(cases: dict[str, Case], tmp_path: Path) -> None:
+    for family, width in (("llama", "hidden_size"), ("gpt2", "n_embd")):
+        config = cases[family].config | {"vocab_size": 10**8, width: 10**8}
+        message = refusal(cases[family].write(tmp_path, cases[family].tensors, config)).message
+        assert "100000000 x 100000000" in message and len(message) < 5000
+
+
 def test_a_mix_of_types_is_said_and_widened(cases: dict[str, Case], tmp_path: Path) -> None:
     values = {n: v.bfloat16() if "mlp" in n else v for n, v in cases["llama"].tensors.items()}
     folder = cases["llama"].write(tmp_path, values)

@@ -518,6 +518,19 @@ def test_pickles_are_not_opened_here(tmp_path: Path) -> None:
     assert "load-hf" in refusal.value.hint
 
 
+def test_a_folder_that_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(self: Path, *arguments: Any, **options: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "full").mkdir()
+    save_file({"x": torch.ones(1)}, tmp_path / "full" / "model.safetensors")
+    for method, folder in (("is_file", "full"), ("resolve", "full"), ("is_dir", "empty"), ("iterdir", "empty")):
+        with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="Permission denied"):
+            patch.setattr(Path, method, denied)
+            tensors.read_checkpoint(tmp_path / folder)
+
+
 def test_links_out_of_the_folder_are_refused_and_others_followed(tmp_path: Path) -> None:
     outside, folder = tmp_path / "outside", tmp_path / "folder"
     outside.mkdir()

@@ -246,7 +246,8 @@ def view(report: Report, notes: Iterable[str] = ()) -> RenderableType:
 
     row("family", report.family)
     row("parameters", f"{report.parameters:,} ({quantity(report.parameters)})")
-    row("output", f"{'tied' if report.tie.decision == 'tie' else 'untied'}: {report.tie.reason}")
+    decision = "tied to the token embeddings" if report.tie.decision == "tie" else "untied"
+    row("output", f"{decision}: {report.tie.reason}")
     if report.ignored:
         row("ignored", ", ".join(grouped(report.ignored)))
     for text in notes:
