@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -15,11 +15,12 @@ from llmcli.commands import AsJson
 from llmcli.output import Fitting, bar, emit, emit_json, note, quantity, size, warn
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from rich.console import RenderableType
     from rich.table import Table
 
     from llmcli.costs import Costs
-    from llmcli.params import Counted, EmbeddingShare, Line
+    from llmcli.params import Counted, EmbeddingShare, Line, ParameterCount
 
 Targets = Annotated[
     list[str],
@@ -75,7 +76,7 @@ class Row(NamedTuple):
     """A label and a cell for each target; without cells a heading."""
 
     label: str
-    cells: list[Cell] = []  # noqa: RUF012
+    cells: Sequence[Cell] = ()
     style: str = ""
 
 
@@ -380,49 +381,46 @@ def draw(results: list[Result], path: Path) -> None:
     from llmcli.plot import PALETTE, drawing, readable
 
     colours = dict(zip(ORDER, (PALETTE[n] for n in (0, 4, 1, 2, 6, 3, 7, 5)), strict=False)) | {"other": "#BBBBBB"}
-    counts = [result.counted.count for result in results]
-    names = [readable(Path(result.target).name or result.target) for result in results]
-    parts = [part for part in ORDER if any(count.parts.get(part) for count in counts)]
-    with drawing(path, 7.5, 0.8 + 0.42 * (len(parts) if len(results) == 1 else len(results) + 2)) as figure:
+    counts = {readable(result.target): result.counted.count for result in results}
+    ends = {name if len(name) <= 32 else f"…{name[-31:]}": count for name, count in counts.items()}
+    counts = ends if len(ends) == len(counts) else counts  # long paths by their ends, where these tell them apart
+    parts = {part: colours[part] for part in ORDER if any(count.parts.get(part) for count in counts.values())}
+    rows = len(parts) if len(counts) == 1 else len(counts) + 2
+    with drawing(path, 7.5, 0.8 + 0.42 * rows) as figure:
         axes = figure.add_subplot()
         axes.invert_yaxis()
         axes.spines["left"].set_visible(False)
         axes.tick_params(left=False)
-        if len(results) == 1:
-            count = counts[0]
-            sizes = [count.parts[part] for part in parts]
-            bars = axes.barh(
-                [part.replace("_", " ") for part in parts], sizes, color=[colours[part] for part in parts], height=0.72
-            )
-            axes.bar_label(bars, [f"{n:,}  ({percent(n / count.total)})" for n in sizes], padding=4)
-            axes.set_xlim(0, max(sizes, default=1) * 1.5)  # room for the numbers
-            axes.spines["bottom"].set_visible(False)
-            axes.set_xticks([])
-            tie = "tied" if count.tie_word_embeddings else "untied"
-            axes.set_title(f"{names[0]}: {count.total:,} parameters, {tie}")
-            return
-        labels = [f"{name}  {quantity(count.total)}" for name, count in zip(names, counts, strict=True)]
-        left = [0.0] * len(results)
-        for part in parts:
-            shares = [count.parts.get(part, 0) / (count.total or 1) for count in counts]
-            axes.barh(
-                range(len(results)),
-                shares,
-                left=left,
-                color=colours[part],
-                height=0.72,
-                edgecolor="white",
-                linewidth=0.8,
-                label=part.replace("_", " ") if max(shares) >= 0.004 else None,  # too thin to see
-            )
-            for row, share in enumerate(shares):
-                if share >= 0.05:  # less is narrower than its number
-                    dark = part in ("embedding", "norms")  # blue and grey; on the others black reads better
-                    where = (left[row] + share / 2, row)
-                    axes.text(*where, percent(share), ha="center", va="center", color="white" if dark else "black")
-                left[row] += share
-        axes.set_yticks(range(len(results)), labels)
-        axes.set_xlim(0, 1)
-        axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-        axes.set_title("Where the parameters are")
-        figure.legend(loc="outside lower center", ncols=4, handlelength=1)
+        if len(counts) == 1:
+            _draw_parts(axes, *counts.popitem(), parts)
+        else:
+            _draw_shares(axes, counts, parts)
+            figure.legend(loc="outside lower center", ncols=4, handlelength=1)
+
+
+def _draw_parts(axes: Axes, target: str, count: ParameterCount, colours: dict[str, str]) -> None:
+    sizes = [count.parts[part] for part in colours]
+    bars = axes.barh([part.replace("_", " ") for part in colours], sizes, color=list(colours.values()), height=0.72)
+    axes.bar_label(bars, [f"{n:,}  ({percent(n / count.total)})" for n in sizes], padding=4)
+    axes.set_xlim(0, max(sizes, default=1) * 1.5)  # room for the numbers
+    axes.spines["bottom"].set_visible(False)
+    axes.set_xticks([])
+    axes.set_title(f"{target}: {count.total:,} parameters, {'tied' if count.tie_word_embeddings else 'untied'}")
+
+
+def _draw_shares(axes: Axes, counts: dict[str, ParameterCount], colours: dict[str, str]) -> None:
+    left = [0.0] * len(counts)
+    for part, colour in colours.items():
+        shares = [count.parts.get(part, 0) / (count.total or 1) for count in counts.values()]
+        label = part.replace("_", " ") if max(shares) >= 0.004 else None  # too thin to see
+        where = range(len(counts))
+        axes.barh(where, shares, left=left, color=colour, height=0.72, edgecolor="white", linewidth=0.8, label=label)
+        ink = "white" if part in ("embedding", "norms") else "black"  # on blue and grey white reads better
+        for row, share in enumerate(shares):
+            if share >= 0.05:  # less is narrower than its number
+                axes.text(left[row] + share / 2, row, percent(share), ha="center", va="center", color=ink)
+            left[row] += share
+    axes.set_yticks(range(len(counts)), [f"{target}  {quantity(count.total)}" for target, count in counts.items()])
+    axes.set_xlim(0, 1)
+    axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    axes.set_title("Where the parameters are")
