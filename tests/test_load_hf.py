@@ -248,6 +248,22 @@ def test_values_that_leave_the_range_of_a_type_are_said(
     assert load.report(folder, "--dtype", "fp16")["warnings"] == ["model.norm.weight holds 3 infinite values as fp16"]
 
 
+def test_what_is_no_number_is_counted_over_all_that_one_tensor_of_the_file_fills(
+    folders: dict[tuple[str, bool], Path], load: Shell, tmp_path: Path
+) -> None:
+    values = load_file(folders["gpt2", True] / "model.safetensors")
+    values["transformer.h.0.attn.c_attn.weight"][0, :40] = float("nan")  # q's 16, k's 16 and 8 of v
+    values["transformer.wte.weight"][1, :2] = torch.tensor([float("inf"), float("nan")])
+    folder = tmp_path / "x"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((folders["gpt2", True] / "config.json").read_bytes())
+    save_file(values, folder / "model.safetensors")
+    assert load.report(folder)["warnings"] == [
+        "transformer.wte.weight holds 1 NaN and 1 infinite values",
+        "transformer.h.0.attn.c_attn.weight holds 40 NaN values",
+    ]
+
+
 # Writing
 
 
