@@ -28,7 +28,7 @@ from llmcli import tokenizer as tokenizers
 from llmcli.cache import Cache, new_cache
 from llmcli.config import ModelConfig
 from llmcli.errors import LlmcliError, UsageError
-from llmcli.generate import Sampling, allowed_ids, choose, distribution, require_finite
+from llmcli.generate import Sampling, choose, distribution, require_finite, rows_without_token
 from llmcli.model import Decoder
 from llmcli.tokenizer import Tokenizer
 from llmcli.trace import (
@@ -236,7 +236,7 @@ class Lab:
         self.head_name = EMBEDDINGS if model.output_projection is None else HEAD
         self.state = next(node.inputs[0] for node in self._nodes if node.name == "logits")
         self._texts: OrderedDict[str, Text] = OrderedDict()
-        self._allowed = None if tokenizer is None else allowed_ids(model, tokenizer)
+        self._empty = None if tokenizer is None else rows_without_token(model, tokenizer)
         self._rows: probe.Rows | None = None
         self._probing = threading.Lock()  # an open matrix answers one question at a time
 
@@ -505,10 +505,10 @@ class Lab:
     def biases(self, ids: Sequence[int]) -> list[float]:
         """What the output adds to some tokens' scores."""
         head = self.model.output_projection
-        return [0.0 if head is None or head.bias is None else float(head.bias[id]) for id in ids]
+        return [0.0] * len(ids) if head is None or head.bias is None else head.bias.detach()[list(ids)].tolist()
 
     def _masked(self, logits: Tensor) -> Tensor:
-        return logits if self._allowed is None else logits.masked_fill(~self._allowed, -torch.inf)
+        return logits if self._empty is None else logits.index_fill(0, self._empty, -torch.inf)
 
 
 class UnknownText(UsageError):
@@ -590,6 +590,8 @@ EXACT_BYTES, MOST_BYTES = 24 << 20, 192 << 20
 FLOAT16_MAX = 65504
 RECORDING = "<!-- recording -->"
 """Where in the page a recording stands."""
+SMALL = 1 << 18
+"""Values of a matrix that goes into the self-contained page in any case; of a larger one than all else, some rows."""
 MOST_TOKENS = 70_000
 """Up to this many spellings go into the self-contained page whole."""
 
@@ -613,7 +615,7 @@ def page(lab: Lab | None = None, text: str = "") -> tuple[str, bool]:
     candidates = sorted({candidate.token.id for made in top for best in made for candidate in best})
     total = sum(tensor.numel() for tensor in tensors.values())
     for name, matrix in lab.matrices().items():
-        if matrix.numel() <= max(total, 1 << 18):
+        if matrix.numel() <= max(total, SMALL):
             tensors["model", name] = matrix
             total += matrix.numel()
     if ("model", lab.head_name) not in tensors:

@@ -15,7 +15,7 @@ import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -381,9 +381,9 @@ def address(listening: socket.socket, host: str) -> str:
     return f"http://[{name}]:{port}/" if ":" in name else f"http://{name}:{port}/"
 
 
-def serve(lab: Lab, listening: socket.socket, host: str) -> None:
-    """Answer until interrupted, then return: what is under way has `GRACE` seconds to end."""
-    server = uvicorn.Server(
+def make(lab: Lab, host: str = "127.0.0.1") -> uvicorn.Server:
+    """A server of the lab, not yet running; what is under way has `GRACE` seconds to end when it closes."""
+    return uvicorn.Server(
         uvicorn.Config(
             application(lab, host),
             log_level="critical",  # a client gets its errors as JSON, and there is no log to keep
@@ -393,9 +393,9 @@ def serve(lab: Lab, listening: socket.socket, host: str) -> None:
             ws="none",
         )
     )
-    try:
-        server.run(sockets=[listening])
-    except KeyboardInterrupt:
-        pass  # the way to end it
-    finally:
-        listening.close()
+
+
+def serve(lab: Lab, listening: socket.socket, host: str) -> None:
+    """Answer until interrupted, then return."""
+    with suppress(KeyboardInterrupt), listening:  # Ctrl-C is the way to end it
+        make(lab, host).run(sockets=[listening])

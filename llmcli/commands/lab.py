@@ -33,14 +33,14 @@ def run(
     try:
         from llmcli import server
     except ModuleNotFoundError as error:
-        if error.name not in ("starlette", "uvicorn"):
+        missing = (error.name or "").partition(".")[0]
+        if missing not in ("starlette", "uvicorn"):
             raise
-        raise LlmcliError(f"the lab needs {error.name}, which is not installed", 'pip install "llmcli[lab]"') from None
+        raise LlmcliError(f"the lab needs {missing}, which is not installed", 'pip install "llmcli[lab]"') from None
     from llmcli.lab import Lab, Limits
     from llmcli.targets import find_checkpoint
 
-    listening = server.listen(host, port)
-    with listening:
+    with server.listen(host, port) as listening:  # first: a port that is taken is known at once
         path = find_checkpoint(checkpoint)
         tokenizer = open_tokenizer(path, needed=False)
         model, plan = open_model(checkpoint, tie, keep, dtype)
