@@ -33,11 +33,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
 
     max_new_tokens: Annotated[int, Meta(ge=0)] = 256
-    temperature: Annotated[float, Meta(ge=0.0)] = 0.8
+    temperature: Annotated[float, Meta(ge=0.0, le=1e6)] = 0.8
     top_k: Annotated[int, Meta(ge=1)] | None = None
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0.0)] = 1.0
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=1e3)] = 1.0
     seed: int | None = None
     logprobs: Annotated[int, Meta(ge=0)] | None = None
 
@@ -81,8 +81,8 @@ def distribution(logits: Tensor, sampling: Sampling, seen: Sequence[int] = ()) -
         logits[known] = torch.where(scores < 0, scores * penalty, scores / penalty)
     if sampling.temperature == 0:
         return logits.argmax(-1, keepdim=True), torch.ones(1, dtype=torch.float64)
-    # The largest logit is taken off before the division: a tiny temperature then underflows to 0 and never overflows.
-    weights = ((logits - logits.max()) / sampling.temperature).exp()
+    # The largest logit is taken off before the division: with a tiny temperature the others underflow to 0.
+    weights = ((logits - logits.max()) / max(sampling.temperature, 1e-30)).exp()
     ids: Tensor | None = None
     if sampling.top_k is not None and sampling.top_k < len(weights):
         weights, ids = weights.topk(sampling.top_k)

@@ -465,6 +465,9 @@ def test_a_prompt_comes_from_the_line_a_file_stdin_or_ids(
         (["x", "--ids", "1"], 2, "more than one prompt"),
         (["--ids", "1,two"], 2, "--ids 1,two"),
         (["--ids", "300"], 1, "300"),
+        (["x", "--temperature", "nan"], 2, "--temperature"),
+        (["x", "--device", "cuda"], 2, "cuda"),
+        (["x", "--dtype", "int8"], 2, "int8"),
         (["--prompt-file", "/nowhere"], 1, "/nowhere"),
     ],
 )

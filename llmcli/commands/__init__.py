@@ -29,6 +29,12 @@ Keep = Annotated[
     typer.Option(help="With --tie tie on two different matrices: which one stays."),
 ]
 
+Dtype = Annotated[
+    str | None,
+    typer.Option(metavar="TYPE", help="float32, bfloat16, float16 or float64; default: the file's."),
+]
+Device = Annotated[str, typer.Option(metavar="NAME", help="Where to compute: cpu, cuda, cuda:1, mps.")]
+
 
 def open_model(
     checkpoint: str,
@@ -37,6 +43,7 @@ def open_model(
     dtype: str | None = None,
     revision: str | None = None,
     offline: bool = False,
+    device: str = "cpu",
 ) -> tuple[Decoder, Plan]:
     """The model of a checkpoint that a command was given, in eval mode, and how it was found; warnings go to stderr.
 
@@ -47,7 +54,7 @@ def open_model(
     from llmcli.targets import find_checkpoint
 
     path = find_checkpoint(checkpoint, revision=revision, offline=offline)
-    model, plan = checkpoints.load(path, dtype=dtype, tie=tie, keep=keep)
+    model, plan = checkpoints.load(path, dtype=dtype, device=device, tie=tie, keep=keep)
     for warning in plan.warnings:
         warn(warning)
     return model, plan

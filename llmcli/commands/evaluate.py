@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from llmcli import output
-from llmcli.commands import AsJson, Keep, Tie, open_model
+from llmcli.commands import AsJson, Device, Dtype, Keep, Offline, Revision, Tie, open_model
 from llmcli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,8 +41,10 @@ def run(
     field: Annotated[str, typer.Option(help="The key of the text in JSON lines and parquet.")] = "text",
     tie: Tie = "auto",
     keep: Keep = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; default: the file's.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, mps.")] = "cpu",
+    dtype: Dtype = None,
+    device: Device = "cpu",
+    revision: Revision = None,
+    offline: Offline = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure the loss over a text, each token predicted once, with at least context - stride tokens before it.
@@ -61,8 +63,9 @@ def run(
     texts = _documents(corpus.find(file, field))
     reports = []
     for checkpoint in checkpoints:
-        coder = tokenizer.load(places.find_checkpoint(checkpoint))
-        model = open_model(checkpoint, tie, keep, dtype)[0].to(device)
+        path = places.find_checkpoint(checkpoint, revision=revision, offline=offline)
+        coder = tokenizer.load(path)
+        model = open_model(str(path), tie, keep, dtype, device=device)[0]
         config: ModelConfig = model.config
         if context is not None and context > config.max_position_embeddings and model.position_embeddings is None:
             output.warn(f"{checkpoint} was trained for {config.max_position_embeddings} tokens, not for {context}")

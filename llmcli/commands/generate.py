@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from llmcli import output
-from llmcli.commands import AsJson, Checkpoint, Keep, Tie, open_model
+from llmcli.commands import AsJson, Checkpoint, Device, Dtype, Keep, Offline, Revision, Tie, open_model
 from llmcli.errors import DataError, LlmcliError, TokenizerError, UsageError
 
 if TYPE_CHECKING:
@@ -46,8 +46,10 @@ def run(
     cache: Annotated[bool, typer.Option(help="Keep keys and values, or compute all positions each time.")] = True,
     tie: Tie = "auto",
     keep: Keep = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; default: the file's.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, mps.")] = "cpu",
+    dtype: Dtype = None,
+    device: Device = "cpu",
+    revision: Revision = None,
+    offline: Offline = False,
     as_json: AsJson = False,
 ) -> None:
     """Go on from a prompt, token by token; on a terminal without a prompt, in conversation.
@@ -58,7 +60,10 @@ def run(
         raise UsageError("more than one prompt: an argument, --prompt-file and --ids", "Give one of them.")
     talking = prompt is None and prompt_file is None and ids is None and sys.stdin.isatty() and not as_json
     given = None if talking else _given_ids(ids) if ids is not None else _given_text(prompt, prompt_file)
-    tokenizer = _tokenizer(checkpoint, needed=not isinstance(given, list))
+    from llmcli import targets
+
+    path = targets.find_checkpoint(checkpoint, revision=revision, offline=offline)
+    tokenizer = _tokenizer(path, needed=not isinstance(given, list))
     sampling = _sampling(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -69,7 +74,12 @@ def run(
         seed=seed,
         logprobs=logprobs if logprobs is not None or not as_json else 0,
     )
-    model = open_model(checkpoint, tie, keep, dtype)[0].to(device)
+    import torch
+
+    from llmcli import decode
+
+    model = open_model(str(path), tie, keep, dtype, device=device)[0]
+    torch.set_num_threads(decode.threads(model))
     if talking:
         assert tokenizer is not None
         _talk(model, tokenizer, sampling, stop or [])
@@ -187,11 +197,10 @@ def _given_text(prompt: str | None, file: Path | None) -> str:
     return corpus.newline(text).removesuffix("\n")
 
 
-def _tokenizer(checkpoint: str, needed: bool) -> Tokenizer | None:
+def _tokenizer(path: Path, needed: bool) -> Tokenizer | None:
     """The checkpoint's tokenizer; None where it has none and the prompt is ids."""
-    from llmcli import targets, tokenizer
+    from llmcli import tokenizer
 
-    path = targets.find_checkpoint(checkpoint)
     try:
         return tokenizer.load(path)
     except TokenizerError:

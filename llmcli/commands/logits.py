@@ -8,7 +8,7 @@ import msgspec
 import typer
 
 from llmcli import output
-from llmcli.commands import AsJson, Checkpoint, Keep, Tie, open_model
+from llmcli.commands import AsJson, Checkpoint, Device, Dtype, Keep, Offline, Revision, Tie, open_model
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -34,8 +34,10 @@ def run(
     position: Annotated[int | None, typer.Option(help="One position alone, from 0; -1 is the last.")] = None,
     tie: Tie = "auto",
     keep: Keep = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; default: the file's.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, mps.")] = "cpu",
+    dtype: Dtype = None,
+    device: Device = "cpu",
+    revision: Revision = None,
+    offline: Offline = False,
     as_json: AsJson = False,
 ) -> None:
     """Show the distribution of the next token at each position, and the rank of the token that follows.
@@ -48,12 +50,13 @@ def run(
     from llmcli.errors import UsageError
     from llmcli.targets import find_checkpoint
 
-    coder = tokenizer.load(find_checkpoint(checkpoint))
+    path = find_checkpoint(checkpoint, revision=revision, offline=offline)
+    coder = tokenizer.load(path)
     ids = coder.encode(text)
     if position is not None and not -len(ids) <= position < len(ids):
         raise UsageError(f"--position {position}: the text has {len(ids)} tokens", f"Choose from 0 to {len(ids) - 1}.")
     candidates = [_candidate(coder, word) for word in why or ()]
-    model = open_model(checkpoint, tie, keep, dtype)[0].to(device)
+    model = open_model(str(path), tie, keep, dtype, device=device)[0]
     found = list(evaluate.predictions(model, coder, ids, top_k))
     place = -1 if position is None else position
     report = Report(
