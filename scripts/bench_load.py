@@ -6,7 +6,8 @@
 GPT-2's 124 M parameters (random values), in float32 and bfloat16, in one file and in four shards. Each contestant is a
 new process; contestants take turns in every round, and medians are compared. "process" is the wall time of the whole
 process, "inside" begins when the libraries are imported. A round in which other processes took more than a tenth of a
-core is run again, up to three times; what could not be run undisturbed is marked with ~. Then a look without loading
+core is run again, up to three times; what could not be run undisturbed is marked with ~ (its processor time says more
+than its wall time). Then a look without loading
 (`inspect`, `load-hf --check`) at that model and at checkpoints of 13 and 93 GB, which are holes in the disk.
 """
 
@@ -124,7 +125,8 @@ def run(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
             break
         time.sleep(1)
     # This process is small and starts the others with vfork: its own memory is a floor under what wait4 reports.
-    return {"wall": wall, "memory": usage.ru_maxrss / 1000, "out": out, "disturbed": others > 0.1}
+    cpu = usage.ru_utime + usage.ru_stime
+    return {"wall": wall, "cpu": cpu, "memory": usage.ru_maxrss / 1000, "out": out, "disturbed": others > 0.1}
 
 
 def median(runs: list[dict[str, Any]], key: str) -> float:
@@ -145,7 +147,7 @@ def bench_loading(folder: Path, rounds: int, environment: dict[str, str]) -> dic
     bfloat16 = "bf16" in folder.name
     assert np.allclose(ours, theirs, atol=0.05 if bfloat16 else 1e-4), (ours, theirs)
     return {
-        name: {key: median(of, key) for key in ("wall", "inside", "peak", "anonymous")}
+        name: {key: median(of, key) for key in ("wall", "cpu", "inside", "peak", "anonymous")}
         | {"disturbed": sum(run["disturbed"] for run in of)}
         for name, of in runs.items()
     }
@@ -164,7 +166,8 @@ def bench_looking(folders: dict[str, Path], rounds: int, environment: dict[str, 
             if n:
                 runs[name].append(found)
     return {
-        name: {"wall": median(of, "wall"), "memory": median(of, "memory"), "disturbed": sum(r["disturbed"] for r in of)}
+        name: {key: median(of, key) for key in ("wall", "cpu", "memory")}
+        | {"disturbed": sum(r["disturbed"] for r in of)}
         for name, of in runs.items()
     }
 
@@ -198,12 +201,14 @@ def main() -> None:
 
 def show_loading(title: str, figures: dict[str, dict[str, Any]]) -> None:
     """One table a checkpoint; the ratio is to transformers' whole process."""
-    print(f"\n{title}\n{'':24}{'process s':>11}{'ratio':>7}{'inside s':>10}{'ratio':>7}{'peak MB':>9}{'anonymous':>11}")
+    print(
+        f"\n{title}\n{'':24}{'process s':>11}{'ratio':>7}{'cpu s':>7}{'inside s':>10}{'ratio':>7}{'peak MB':>9}{'anonymous':>11}"
+    )
     theirs = figures["transformers"]
     for name, of in figures.items():
         mark = "~" if of["disturbed"] else ""
         print(
-            f"{name + mark:24}{of['wall']:11.2f}{of['wall'] / theirs['wall']:7.2f}{of['inside']:10.3f}"
+            f"{name + mark:24}{of['wall']:11.2f}{of['wall'] / theirs['wall']:7.2f}{of['cpu']:7.2f}{of['inside']:10.3f}"
             f"{of['inside'] / theirs['inside']:7.2f}{of['peak']:9.0f}{of['anonymous']:11.0f}"
         )
     ratio = figures["llmcli"]["wall"] / theirs["wall"]
@@ -211,11 +216,11 @@ def show_loading(title: str, figures: dict[str, dict[str, Any]]) -> None:
 
 
 def show_looking(figures: dict[str, dict[str, Any]]) -> None:
-    print(f"\nlooking without loading\n{'':32}{'process s':>11}{'peak MB':>9}")
+    print(f"\nlooking without loading\n{'':32}{'process s':>11}{'cpu s':>7}{'peak MB':>9}")
     for name, of in figures.items():
         over = "" if of["wall"] <= TARGET_LOOK and of["memory"] <= TARGET_MEMORY else "over"
         mark = "~" if of["disturbed"] else ""
-        print(f"{name + mark:32}{of['wall']:11.3f}{of['memory']:9.1f}  {over}")
+        print(f"{name + mark:32}{of['wall']:11.3f}{of['cpu']:7.3f}{of['memory']:9.1f}  {over}")
     print(f"target: at most {TARGET_LOOK} s and {TARGET_MEMORY} MB")
 
 
