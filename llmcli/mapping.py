@@ -177,7 +177,7 @@ def plan(
             "Either files are missing or damaged, or config.json belongs to another model. No weights were read.",
         )
 
-    warnings = [*hf.warnings, *([tie.warning] if tie.warning else [])]
+    warnings = [*checkpoint.notes, *hf.warnings, *([tie.warning] if tie.warning else [])]
     sides = {"input": EMBEDDING, "output": HEAD}
     filled = {name: source for name, source in sources.items() if name not in sides.values()}
     filled[EMBEDDING] = sources[sides[tie.embedding_from]]
@@ -201,7 +201,7 @@ def plan(
         sources={name: filled[name] for name in order},
         ignored=matched.ignored,
         warnings=tuple(warnings),
-        notes=(*checkpoint.notes, *hf.notes, *left_alone(matched), *mixed),
+        notes=(*hf.notes, *left_alone(matched), *mixed),
     )
 
 

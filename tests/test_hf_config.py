@@ -397,7 +397,7 @@ ROPE_KEYS = ["rope_type", "type", "factor", "rope_theta", "low_freq_factor", "hi
 ROPE = st.dictionaries(st.sampled_from(ROPE_KEYS), LIKELY, max_size=6)
 
 
-@settings(max_examples=600, deadline=1000, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=600, deadline=10_000, suppress_health_check=[HealthCheck.too_slow])
 @given(
     family=st.sampled_from(hf.FAMILIES),
     changes=st.dictionaries(
@@ -422,7 +422,7 @@ def test_any_values_read_or_are_refused(family: str, changes: dict[str, Any], pr
 TABLES = {family: table(family) for family in hf.FAMILIES}
 
 
-@settings(max_examples=200, deadline=1000)
+@settings(max_examples=200, deadline=10_000)
 @given(JSON)
 def test_any_json_reads_or_is_refused(value: Any) -> None:
     if isinstance(value, dict):
