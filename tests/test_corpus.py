@@ -62,6 +62,9 @@ def test_one_byte_of_windows_text_is_refused_with_file_and_offset(tmp_path: Path
     with pytest.raises(DataError, match=r"quotes\.txt.*0x92 at offset 1,400,003") as caught:
         documents(path)
     assert "cp1252" in caught.value.hint
+    (tmp_path / "marked.txt").write_bytes(codecs.BOM_UTF8 + b"it\x92s")
+    with pytest.raises(DataError, match=r"0x92 at offset 5\)"):
+        documents(tmp_path / "marked.txt")
     assert documents(path, encoding="cp1252")[0].endswith("it\u2019s")
 
 

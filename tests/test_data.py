@@ -293,6 +293,14 @@ def test_a_step_is_the_same_however_it_is_divided(first: int, parts: list[int]) 
         assert np.array_equal(whole, np.concatenate(pieces))
 
 
+@pytest.mark.parametrize("length", range(8, 30))
+def test_windows_fill_a_text_of_any_length_and_never_leave_it(length: int) -> None:
+    size = data.windows(length, 7)
+    assert size * 7 + 1 <= length < (size + 1) * 7 + 1
+    begin = data.starts(length, 7, 0, size, 1, "windows")
+    assert data.sequences(np.arange(length, dtype=np.uint16), 7, begin).max() == size * 7
+
+
 def test_another_seed_is_another_order() -> None:
     for shuffle in ("windows", "random"):
         assert not np.array_equal(*(data.starts(9999, 10, 0, 50, seed, shuffle) for seed in (1, 2)))
