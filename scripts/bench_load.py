@@ -7,8 +7,8 @@ GPT-2's 124 M parameters (random values), in float32 and bfloat16, in one file a
 new process; contestants take turns in every round, and medians are compared. "process" is the wall time of the whole
 process, "inside" begins when the libraries are imported. A round in which other processes took more than a tenth of a
 core is run again, up to three times; what could not be run undisturbed is marked with ~ (its processor time says more
-than its wall time). Then a look without loading
-(`inspect`, `load-hf --check`) at that model and at checkpoints of 13 and 93 GB, which are holes in the disk.
+than its wall time). Then a look without loading (`inspect`, `load-hf --check`, `count-params`) at that model and at
+checkpoints of 13 and 93 GB, which are holes in the disk.
 """
 
 from __future__ import annotations
@@ -201,9 +201,8 @@ def main() -> None:
 
 def show_loading(title: str, figures: dict[str, dict[str, Any]]) -> None:
     """One table a checkpoint; the ratio is to transformers' whole process."""
-    print(
-        f"\n{title}\n{'':24}{'process s':>11}{'ratio':>7}{'cpu s':>7}{'inside s':>10}{'ratio':>7}{'peak MB':>9}{'anonymous':>11}"
-    )
+    heads = f"{'process s':>11}{'ratio':>7}{'cpu s':>7}{'inside s':>10}{'ratio':>7}{'peak MB':>9}{'anonymous':>11}"
+    print(f"\n{title}\n{'':24}{heads}")
     theirs = figures["transformers"]
     for name, of in figures.items():
         mark = "~" if of["disturbed"] else ""
