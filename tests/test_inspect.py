@@ -329,6 +329,16 @@ def test_shards_that_remain_are_described_beside_those_that_cannot_be_read(gpt2:
     assert any("neither an embedding nor an output matrix" in problem for problem in found.problems)
 
 
+def test_a_tensor_in_two_shards_is_a_problem_and_listed_where_it_first_stands(gpt2: Path) -> None:
+    names = shard(gpt2)
+    first = tensors.read_header(gpt2 / names[0])
+    arrays = {name: (info.dtype, np.array(tensors.read_array(info))) for name, info in first.items()}
+    write(gpt2 / names[2], arrays)
+    found = inspection.inspect(gpt2)
+    assert any(f"{names[2]} holds tensors that another file holds too" in problem for problem in found.problems)
+    assert {entry.file for entry in found.tensors if entry.name in arrays} == {names[0]}
+
+
 def test_an_index_that_names_what_no_shard_holds_is_a_problem_and_one_with_a_wrong_size_is_noted(gpt2: Path) -> None:
     shard(gpt2)
     index = gpt2 / "model.safetensors.index.json"
