@@ -210,6 +210,8 @@ def test_cached_passes_have_one_position_and_the_context_stands_in_keys_and_valu
             assert got.shape == (2, seen, model.config.head_size)
             np.testing.assert_allclose(got, whole.tensors[f"blocks.0.{part}"][:, 7 + n - seen : 7 + n], atol=1e-4)
         assert made.tensors["blocks.0.weights"].shape == (4, 1, seen)
+        turned = whole.tensors["blocks.0.k_rotated"][:, 6 + n]
+        np.testing.assert_allclose(made.tensors["blocks.0.k_rotated"][:, 0], turned, atol=1e-4)
         np.testing.assert_allclose(made.tensors["logits"][0], whole.tensors["logits"][6 + n], atol=1e-3)
     assert recorded[0].kind == "prompt"
     for name, tensor in kept.items():
@@ -350,6 +352,8 @@ def test_a_slice_of_a_stage_says_what_it_cuts(tiny: Path, capsys: pytest.Capture
     assert "head 3 of 4, rows 2 to 4 of 16, columns 5 to 7 of 8" in table
     assert f"{want[3, 4, 7]:.4g}" in table
     assert "all 3 rows" in run(capsys, tiny, "--ids", "1,2,3", "--stage", "embed")
+    row = json.loads(run(capsys, tiny, "--ids", "1,2,3", "--stage", "embed", "--rows", "1", "--columns=-1", "--json"))
+    assert (row["rows"], row["columns"]) == ([1, 2], [15, 16])
     one = json.loads(run(capsys, tiny, "--ids", "4,2", "--stage", "ids", "--json"))
     assert one["values"] == [[4], [2]]
 
