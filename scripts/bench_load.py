@@ -5,9 +5,9 @@
 
 GPT-2's 124 M parameters (random values), in float32 and bfloat16, in one file and in four shards. Each contestant is a
 new process; contestants take turns in every round, and medians are compared. "process" is the wall time of the whole
-process, "inside" begins when the libraries are imported. A round in which other processes took more than a tenth of a
-core is run again, up to three times; what could not be run undisturbed is marked with ~ (its processor time says more
-than its wall time). Then a look without loading (`inspect`, `load-hf --check`, `count-params`) at that model and at
+process, "inside" begins when the libraries are imported. A run in which other processes took more than a tenth of a
+core is repeated, up to --retries times; what could not be run undisturbed is marked with ~, and its processor time says
+more than its wall time. Then a look without loading (`inspect`, `load-hf --check`, `count-params`) at that model and at
 checkpoints of 13 and 93 GB, which are holes in the disk.
 """
 
@@ -30,7 +30,6 @@ import numpy as np
 from llmcli import families, hf_config, targets, tensors
 
 TARGET_LOAD, TARGET_LOOK, TARGET_MEMORY = 0.4, 0.25, 45
-RETRIES = 3
 
 REPORT = """
 import json, time
@@ -109,9 +108,9 @@ def busy() -> float:
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
-def run(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
+def run(command: list[str], environment: dict[str, str], retries: int) -> dict[str, Any]:
     """One process: wall time, its peak memory in MB, what it reports of itself, and whether it was disturbed."""
-    for attempt in range(1 + RETRIES):
+    for attempt in range(1 + retries):
         before, begin = busy(), time.perf_counter()
         process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
         assert process.stdout
@@ -121,7 +120,7 @@ def run(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
         if status:
             raise SystemExit(f"{' '.join(command)[:200]}: failed")
         others = (busy() - before - usage.ru_utime - usage.ru_stime) / wall
-        if others <= 0.1 or attempt == RETRIES:
+        if others <= 0.1 or attempt == retries:
             break
         time.sleep(1)
     # This process is small and starts the others with vfork: its own memory is a floor under what wait4 reports.
@@ -133,13 +132,13 @@ def median(runs: list[dict[str, Any]], key: str) -> float:
     return statistics.median(run[key] for run in runs)
 
 
-def bench_loading(folder: Path, rounds: int, environment: dict[str, str]) -> dict[str, dict[str, Any]]:
+def bench_loading(folder: Path, rounds: int, retries: int, environment: dict[str, str]) -> dict[str, dict[str, Any]]:
     """Every loader on one checkpoint, taking turns."""
     code = {name: f"{REPORT}\nPATH = {str(folder)!r}\n{body}" for name, body in LOADERS.items()}
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in LOADERS}
     for n in range(rounds + 1):  # the first warms the page cache and the bytecode
         for name in LOADERS:
-            found = run([sys.executable, "-c", code[name]], environment)
+            found = run([sys.executable, "-c", code[name]], environment, retries if n else 0)
             inside, peak, anonymous, logits = json.loads(found["out"])
             if n:
                 runs[name].append({**found, "inside": inside, "peak": peak, "anonymous": anonymous, "logits": logits})
@@ -153,7 +152,9 @@ def bench_loading(folder: Path, rounds: int, environment: dict[str, str]) -> dic
     }
 
 
-def bench_looking(folders: dict[str, Path], rounds: int, environment: dict[str, str]) -> dict[str, dict[str, Any]]:
+def bench_looking(
+    folders: dict[str, Path], rounds: int, retries: int, environment: dict[str, str]
+) -> dict[str, dict[str, Any]]:
     """`inspect` and `load-hf --check` on each, beside an empty Python process."""
     commands = {"python -c pass": [sys.executable, "-c", "pass"]}
     for name, folder in folders.items():
@@ -162,7 +163,7 @@ def bench_looking(folders: dict[str, Path], rounds: int, environment: dict[str, 
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
     for n in range(rounds + 1):
         for name, command in commands.items():
-            found = run(command, environment)
+            found = run(command, environment, retries if n else 0)
             if n:
                 runs[name].append(found)
     return {
@@ -175,6 +176,7 @@ def bench_looking(folders: dict[str, Path], rounds: int, environment: dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time loading and looking, against transformers.")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--retries", type=int, default=3, help="how often a disturbed run is run again (default 3)")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     parser.add_argument("--folder", type=Path, help="where the checkpoints are made (2 GB; default: a temporary one)")
     arguments = parser.parse_args()
@@ -185,7 +187,7 @@ def main() -> None:
         for dtype, shards in (("F32", 1), ("F32", 4), ("BF16", 1), ("BF16", 4)):
             name = f"gpt2-{'fp32' if dtype == 'F32' else 'bf16'}-{'single' if shards == 1 else 'sharded'}"
             figures["loading"][name] = bench_loading(
-                make(Path(root) / name, "gpt2", dtype, shards), arguments.rounds, environment
+                make(Path(root) / name, "gpt2", dtype, shards), arguments.rounds, arguments.retries, environment
             )
             show_loading(name, figures["loading"][name])
         folders = {
@@ -193,7 +195,7 @@ def main() -> None:
             "13 GB": make(Path(root) / "7b", "llama-7b", "BF16", 3, holes=True),
             "93 GB": make(Path(root) / "8x7b", "mixtral-8x7b", "BF16", 19, holes=True),
         }
-        figures["looking"] = bench_looking(folders, arguments.rounds, environment)
+        figures["looking"] = bench_looking(folders, arguments.rounds, arguments.retries, environment)
         show_looking(figures["looking"])
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
