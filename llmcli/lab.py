@@ -287,7 +287,6 @@ class Lab:
                 ids = [first]
         if not ids:
             raise UsageError("the prompt is empty, and no token begins a text", "Type something.")
-        tokenizers.check_ids(ids, self.model.config.vocab_size, self.tokenizer.size if self.tokenizer else None)
         return ids
 
     def start(self, prompt: str, ids: list[int] | None = None) -> TextInfo:
@@ -299,6 +298,7 @@ class Lab:
                 "Shorten it.",
             )
         ids = self.encode(prompt) if ids is None else ids
+        tokenizers.check_ids(ids, self.model.config.vocab_size, self.tokenizer.size if self.tokenizer else None)
         if len(ids) > limits.prompt_tokens:
             raise UsageError(
                 f"the prompt has {len(ids):,} tokens, the most is {limits.prompt_tokens:,}",
@@ -318,7 +318,7 @@ class Lab:
         if len(text.passes) >= self.limits.passes:
             raise UsageError(f"the text has {len(text.passes)} passes, which is the most", "Begin a new one.")
         logits = text.passes[-1].tensors["logits"][-1]
-        require_finite(self.model, logits, len(text.passes) - 1)
+        require_finite(self.model, logits, len(text.passes))
         scores = self._masked(logits)
         seed = None if sampling.seed is None else f"{sampling.seed}/{len(text.ids)}"
         id = choose(scores, sampling, text.ids, random.Random(seed))
@@ -342,7 +342,14 @@ class Lab:
             if held > self.limits.memory:
                 del self._texts[other.id]
                 held -= other.memory
-        text.passes.append(record(self.model, ids, text.cache))
+        try:
+            made = record(self.model, ids, text.cache)
+        except LlmcliError:
+            raise
+        except BaseException:  # in the midst of a pass the layers' caches may differ in length
+            self._texts.pop(text.id, None)
+            raise
+        text.passes.append(made)
         text.chosen.append(chosen)
         text.ids += ids
         text.memory += size

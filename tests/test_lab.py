@@ -361,6 +361,16 @@ def test_learned_positions_end_and_the_text_stays_as_it_was(opened: Labs) -> Non
     assert len(one.text(text.id).ids) == 64
 
 
+def test_a_text_whose_pass_broke_off_is_let_go(opened: Labs, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = opened("tied")
+    text = one.start("a cat")
+    monkeypatch.setattr(lab, "record", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        one.step(text.id, GREEDY)
+    with pytest.raises(lab.UnknownText):
+        one.step(text.id, GREEDY)
+
+
 # The page as one file
 
 

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import labs
 import numpy as np
 import pytest
+import torch
 from playwright.sync_api import BrowserContext, Page, expect, sync_playwright
 
 from llmcli import cli, server
@@ -559,6 +560,32 @@ def test_refusals_are_shown_and_the_page_goes_on(tab: Page, urls: Any, complaint
     expect(tab.locator("#status")).to_have_class("status")
     assert len(complaints) == 1
     assert "status of 422" in complaints.pop()  # the browser's own note of the refusal
+
+
+def test_a_damaged_model_shows_where_its_values_end_to_be_numbers(
+    tab: Page, tmp_path: Path, complaints: list[str]
+) -> None:
+    one = labs.open_lab(labs.make("tied", tmp_path / "damaged"))
+    with torch.no_grad():
+        one.model.get_parameter("blocks.1.feed_forward.down.weight")[0, 0] = torch.nan
+    with labs.serving(one) as url:
+        load(tab, url, "blocks.0.residual")
+        assert not np.isnan(window(tab)).any()
+        tab.click("#unfold")
+        for stage in ("blocks.1.feed_forward", "blocks.1.residual", "blocks.2.weights", "logits", "probabilities"):
+            choose(tab, stage)
+            assert fact(tab, "max") == "NaN"
+            assert "NaN" in tab.locator("#values td").all_inner_texts()
+        tab.click("#lens")
+        tab.locator("#lens-table").wait_for()
+        assert complaints == []
+        tab.click("#next")
+        expect(tab.locator("#status")).to_contain_text("blocks.1.feed_forward.down.weight holds NaN")
+        assert "status of 422" in complaints.pop()
+        file = tmp_path / "damaged.html"
+        file.write_text(page(one, next(reversed(one._texts)))[0], "utf-8")
+    load(tab, file.as_uri(), "logits")
+    assert set(tab.locator("#values td").all_inner_texts()) == {"NaN"}
 
 
 def test_a_long_prompt_is_fetched_by_slices(tab: Page, urls: Any) -> None:

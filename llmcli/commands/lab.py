@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from llmcli.commands import Checkpoint, Keep, Tie, open_model
+from llmcli.commands import Checkpoint, Keep, Offline, Revision, Tie, open_model
 from llmcli.commands.trace import open_tokenizer
 from llmcli.errors import LlmcliError
 from llmcli.output import note, warn, write
@@ -25,6 +25,8 @@ def run(
     keep: Keep = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; default: the file's.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, mps.")] = "cpu",
+    revision: Revision = None,
+    offline: Offline = False,
 ) -> None:
     """Open a page that shows the data flow through a model: every stage of every pass, step by step.
 
@@ -41,9 +43,9 @@ def run(
     from llmcli.targets import find_checkpoint
 
     with server.listen(host, port) as listening:  # first: a port that is taken is known at once
-        path = find_checkpoint(checkpoint)
+        path = find_checkpoint(checkpoint, revision=revision, offline=offline)
         tokenizer = open_tokenizer(path, needed=False)
-        model, plan = open_model(checkpoint, tie, keep, dtype)
+        model, plan = open_model(checkpoint, tie, keep, dtype, revision, offline)
         lab = Lab(
             model.to(device),
             tokenizer,

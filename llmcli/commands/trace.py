@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from llmcli.commands import AsJson, Checkpoint, Keep, Tie, open_model
+from llmcli.commands import AsJson, Checkpoint, Keep, Offline, Revision, Tie, open_model
 from llmcli.errors import TokenizerError, UsageError
 from llmcli.output import emit, note, size
 
@@ -85,6 +85,8 @@ def run(
     keep: Keep = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; default: the file's.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, mps.")] = "cpu",
+    revision: Revision = None,
+    offline: Offline = False,
     as_json: AsJson = False,
 ) -> None:
     """Record every stage of a forward pass: ids, embeddings, attention, feed-forward, logits, probabilities.
@@ -102,9 +104,9 @@ def run(
     given = None if ids is None else _ids(ids)
     for file, suffix in ((save, ".safetensors"), (html, ".html")):
         _check_place(file, suffix)
-    path = find_checkpoint(checkpoint)
+    path = find_checkpoint(checkpoint, revision=revision, offline=offline)
     tokenizer = open_tokenizer(path, needed=given is None)
-    model, plan = open_model(checkpoint, tie, keep, dtype)
+    model, plan = open_model(checkpoint, tie, keep, dtype, revision, offline)
     lab = Lab(
         model.to(device),
         tokenizer,
