@@ -156,7 +156,7 @@ def report(
     root = float(matrix.width**0.5)
     rms = float(np.sqrt(np.mean(norms**2) / matrix.width)) if len(usable) else 0.0
     mean = float(norms.mean()) if len(usable) else 0.0
-    unnamed = [id for id in range(rows.count) if names.of(id) == f"<row {id}>"] if names.tokenizer else []
+    unnamed = [id for id in range(rows.count) if names.of(id) == f"<row {id}>"] if names.known else []
     finished = EmbeddingReport(
         tensor=matrix.info.name,
         matrix=matrix.side,

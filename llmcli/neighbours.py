@@ -10,15 +10,18 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import numpy as np
 
-from llmcli import tokenizer
+from llmcli import vocabulary
 from llmcli.errors import TokenizerError, UsageError
 from llmcli.probe import Floats, Hit, Ids, Metric, Product, Rows, Side, Spread
-from llmcli.tokenizer import Tokenizer
+from llmcli.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from llmcli.tokenizer import Tokenizer
 
 
 class Token(msgspec.Struct, frozen=True):
@@ -92,26 +95,39 @@ class Query(msgspec.Struct, frozen=True):
 
 
 class Names:
-    """The rows of a checkpoint by name: its tokenizer's spellings, read when first asked for."""
+    """The rows of a checkpoint by name: its tokenizer's spellings, read when first asked for.
+
+    Spellings come from the file alone where that can be; the tokenizer is built for text that is no spelling.
+    """
 
     def __init__(self, path: Path, rows: int) -> None:
-        self._path, self.rows = path, rows
+        self._folder, self.rows = path if path.is_dir() else path.parent, rows
 
     @cached_property
-    def tokenizer(self) -> Tokenizer | None:
-        """The checkpoint's tokenizer, or None where there is none."""
-        folder = self._path if self._path.is_dir() else self._path.parent
-        present = any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model"))
-        return tokenizer.load(folder) if present else None
+    def known(self) -> bool:
+        """Whether there is a tokenizer beside the weights."""
+        return any((self._folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model"))
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer. Raises TokenizerError where there is none."""
+        from llmcli import tokenizer
+
+        return tokenizer.load(self._folder)
+
+    @cached_property
+    def _spellings(self) -> Vocabulary | Tokenizer:
+        found = vocabulary.load(self._folder / "tokenizer.json")
+        return self.tokenizer if found is None else found
 
     @property
     def count(self) -> int:
         """The rows that belong to a token: those behind the last token's are padding."""
-        return min(self.rows, self.tokenizer.size) if self.tokenizer else self.rows
+        return min(self.rows, self._spellings.size) if self.known else self.rows
 
     def of(self, id: int) -> str:
         """The spelling of a row's token, `<row 62>` where it has none."""
-        return self.tokenizer.token(id) if self.tokenizer else f"<row {id}>"
+        return self._spellings.token(id) if self.known else f"<row {id}>"
 
     def id(self, text: str) -> int:
         """The row that a user's word names: `#id`, a token's spelling, or text that is one token.
@@ -120,12 +136,23 @@ class Names:
         """
         if re.fullmatch(r"#\d{1,18}", text, re.ASCII):
             id = int(text[1:])
-        elif self.tokenizer is None:
+        elif not self.known:
             raise TokenizerError(f"{text!r}: there is no tokenizer beside the weights", "Name rows as #id.")
         else:
-            id = self.tokenizer.one_token(text)
-        tokenizer.check_ids([id], self.rows, self.tokenizer.size if self.tokenizer else None)
+            spelled = self._spellings.id(text)
+            id = self.tokenizer.one_token(text) if spelled is None else spelled
+        self.check([id])
         return id
+
+    def check(self, ids: Iterable[int]) -> None:
+        """Raise TokenizerError for an id that has no row."""
+        bad = next((id for id in ids if not 0 <= id < self.rows), None)
+        if bad is not None:
+            also = f"; the tokenizer's size is {self._spellings.size}" if self.known else ""
+            raise TokenizerError(
+                f"Token id {bad} has no row in the model: its vocab_size is {self.rows}{also}.",
+                "Use the tokenizer the model was trained with.",
+            )
 
     def token(self, id: int) -> Token:
         """A row with its name."""
@@ -133,7 +160,7 @@ class Names:
 
     def word(self, word: str) -> int | None:
         """The row of a word as it stands in running text (with a space before it), else as it stands; or None."""
-        if self.tokenizer is None:
+        if not self.known:
             return None
         for text in (" " + word, word):
             try:
@@ -151,12 +178,12 @@ def token_queries(names: Names, words: Iterable[str]) -> list[Query]:
 
 def text_queries(names: Names, text: str) -> list[Query]:
     """One query for each token of a text."""
-    if names.tokenizer is None:
+    if not names.known:
         raise TokenizerError("a text needs a tokenizer, and there is none beside the weights", "Name rows as #id.")
     ids = names.tokenizer.encode(text, special=False)
     if not ids:
         raise UsageError(f"--text {text!r} has no tokens", "Give some text.")
-    tokenizer.check_ids(ids, names.rows, names.tokenizer.size)
+    names.check(ids)
     return [_row(names, id) for id in dict.fromkeys(ids)]
 
 

@@ -37,15 +37,14 @@ def run(
     from llmcli import gradients, targets
     from llmcli.errors import UsageError
     from llmcli.neighbours import Names
-    from llmcli.tokenizer import check_ids
 
     path = targets.find_checkpoint(checkpoint)
     model, _ = open_model(str(path), tie, keep, "float32")
     names = Names(path, model.config.vocab_size)
-    if names.tokenizer is None:
+    if not names.known:
         raise UsageError(f"{path}: there is no tokenizer beside the weights", "A text needs one.")
     ids = names.tokenizer.encode(text)
-    check_ids(ids, model.config.vocab_size, names.tokenizer.size)
+    names.check(ids)
     spellings = [names.of(id) for id in range(model.config.vocab_size)]
     emit(gradients.report(model, torch.tensor([ids]), spellings, k), view, as_json)
 
