@@ -2,7 +2,7 @@
 """Generation against transformers and litgpt in one run: prefill and decode apart, batch 1, greedy.
 
     .venv/bin/python scripts/bench_generate.py [--peers-python PYTHON] [--models tiny gpt2 1b]
-        [--dtypes float32 bfloat16] [--rounds 5] [--tokens 64] [--prompt 128] [--threads N]
+        [--dtypes float32 bfloat16] [--rounds 5] [--tokens 64] [--prompt 128] [--threads N] [--clock cpu]
         [--stories DIR] [--json FILE]
 
 Models are random in the shapes of stories260K, GPT-2 (124 M, tied) and a LLaMA of 1.1 B (22 layers, 32 heads, 4 key
@@ -150,8 +150,8 @@ class Process:
         command = [python, __file__, "--contestant", *arguments]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def ask(self, length: int, tokens: int) -> tuple[float, float]:
-        """Seconds, and how much of a core other processes took meanwhile."""
+    def ask(self, length: int, tokens: int, clock: str = "wall") -> tuple[float, float]:
+        """Seconds by the clock, and how much of a core other processes took meanwhile."""
         assert self._process.stdin and self._process.stdout
         before = busy_seconds()
         self._process.stdin.write(f"{length} {tokens}\n")
@@ -162,7 +162,7 @@ class Process:
         wall, cpu, made = json.loads(answer)
         if made != tokens:
             raise SystemExit(f"asked for {tokens} tokens, got {made}")
-        return wall, max(0.0, busy_seconds() - before - cpu) / wall
+        return wall if clock == "wall" else cpu, max(0.0, busy_seconds() - before - cpu) / wall
 
     def close(self) -> None:
         assert self._process.stdin
@@ -226,8 +226,8 @@ def measure(arguments: argparse.Namespace, model: str, dtype: str, folder: Path,
     for _ in range(arguments.rounds):
         for name, process in processes.items():
             for attempt in range(arguments.retries + 1):
-                first, noise = process.ask(arguments.prompt, 1)
-                whole, more = process.ask(arguments.prompt, 1 + arguments.tokens)
+                first, noise = process.ask(arguments.prompt, 1, arguments.clock)
+                whole, more = process.ask(arguments.prompt, 1 + arguments.tokens, arguments.clock)
                 if max(noise, more) <= 0.1:
                     break
                 noisy[name] |= attempt == arguments.retries
@@ -269,6 +269,9 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--threads", type=int, help="for everybody; default: each contestant's own choice")
     parser.add_argument("--retries", type=int, default=3)
+    parser.add_argument(
+        "--clock", choices=("wall", "cpu"), default="wall", help="cpu: for busy machines, with --threads 1"
+    )
     parser.add_argument("--stories", type=Path, help="the folder of stories260K, in place of random weights")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--contestant", nargs=4, help=argparse.SUPPRESS)

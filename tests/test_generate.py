@@ -189,9 +189,9 @@ def test_unequal_prompts_in_one_batch_give_each_its_own_text(model: Decoder) -> 
 
 
 def test_rows_that_end_leave_the_others_alone() -> None:
-    prompts = [[1, 2, 3], [9, 8, 7, 6, 5], [4]]
+    prompts = [[1, 2, 3], [9, 8, 7, 6, 5], [4], [5, 6]]
     whole = texts(wild(), prompts, GREEDY)
-    ends = {0: 4, 1: 9, 2: 30}
+    ends = {0: 9, 1: 4, 2: 20, 3: 30}
     count = dict.fromkeys(ends, 0)
 
     def end(row: int, id: int) -> bool:
@@ -204,7 +204,7 @@ def test_rows_that_end_leave_the_others_alone() -> None:
         rows[token.row].append(token.id)
         reasons[token.row] = token.finish
     assert [rows[row] for row in ends] == [whole[row][: ends[row]] for row in ends]
-    assert reasons == {0: "stop", 1: "stop", 2: "stop"}
+    assert set(reasons.values()) == {"stop"}
 
 
 def test_a_cache_that_knows_the_beginning_changes_nothing() -> None:

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from torch import Tensor
@@ -149,6 +149,9 @@ def test_what_must_not_come_is_never_drawn(logits: Tensor, uniform: float, data:
     weights=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=20),
     uniform=st.sampled_from([0.0, 0.5, 1 - 2**-53]) | st.floats(0.0, 1.0, exclude_max=True),
 )
+@example(weights=[0.0, 1.0], uniform=0.0)
+@example(weights=[0.5, 0.0, 0.5], uniform=0.5)
+@example(weights=[1.0, 0.0], uniform=1 - 2**-53)
 def test_a_draw_is_where_the_cumulated_probability_passes_the_number(weights: list[float], uniform: float) -> None:
     assume(sum(weights) > 0)
     probabilities = torch.tensor(weights, dtype=torch.float64) / sum(weights)
