@@ -182,7 +182,7 @@ def token_losses(model: Decoder, hidden: Tensor, targets: Tensor) -> Numbers:
     rows = max(1, LOGITS // model.config.vocab_size)
     for start in range(0, len(targets), rows):
         logits = model.scores(hidden[start : start + rows]).float()
-        require_finite(model, logits, start + 1)
+        require_finite(model, logits)
         below = logits - logits.amax(-1, keepdim=True)  # exact where it matters: near the largest
         wanted = below.gather(-1, targets[start : start + rows, None].to(logits.device))[:, 0]
         losses.append((below.exp_().sum(-1, dtype=torch.float64).log() - wanted.double()).cpu().numpy())
@@ -298,7 +298,7 @@ def predictions(model: Decoder, tokenizer: Tokenizer, ids: Sequence[int], count:
     rows = max(1, LOGITS // model.config.vocab_size)
     for start in range(0, len(ids), rows):
         logits = model.scores(hidden[start : start + rows]).float()
-        require_finite(model, logits, start + 1)
+        require_finite(model, logits)
         totals = logits.double().logsumexp(-1)
         best = logits.topk(min(count, logits.shape[1])).indices
         for place, row in enumerate(logits):

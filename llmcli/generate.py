@@ -248,8 +248,8 @@ def rivals(logits: Tensor, id: int, count: int) -> tuple[float, tuple[Rival, ...
     return float(logs[id]), tuple(Rival(int(i), float(v)) for i, v in zip(best, values, strict=True))
 
 
-def require_finite(model: Decoder, logits: Tensor, step: int) -> None:
-    """Raise NonFiniteLogits with the step and the probable cause where a logit is NaN or infinite."""
+def require_finite(model: Decoder, logits: Tensor, step: int | None = None) -> None:
+    """Raise NonFiniteLogits with the step (of generation) and the probable cause where a logit is NaN or infinite."""
     if math.isfinite(float(logits.float().sum())) or torch.isfinite(logits).all():
         return
     damaged = next((name for name, p in model.named_parameters() if not torch.isfinite(p).all()), None)
@@ -259,7 +259,8 @@ def require_finite(model: Decoder, logits: Tensor, step: int) -> None:
         cause, hint = "float16 overflowed (its largest number is 65,504)", "Try --dtype bfloat16 or float32."
     else:
         cause, hint = "the weights are finite, the computation overflowed", "Try --dtype float32."
-    raise NonFiniteLogits(f"the logits of new token {step} are not finite: {cause}", hint)
+    which = "the logits" if step is None else f"the logits of new token {step}"
+    raise NonFiniteLogits(f"{which} are not finite: {cause}", hint)
 
 
 def rows_without_token(model: Decoder, tokenizer: Tokenizer) -> Tensor | None:
