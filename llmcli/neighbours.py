@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -172,8 +173,17 @@ class Names:
 
 
 def token_queries(names: Names, words: Iterable[str]) -> list[Query]:
-    """One query for each token named."""
-    return [_row(names, names.id(word)) for word in words]
+    """One query for each token named. Raises TokenizerError as `Names.id` does, with a way to ask for all pieces."""
+    queries = []
+    for word in words:
+        try:
+            queries.append(_row(names, names.id(word)))
+        except TokenizerError as error:
+            if not names.known or word.startswith("#") or len(names.tokenizer.encode(word, special=False)) < 2:
+                raise
+            mean = f"For the mean of its pieces: --text {shlex.quote(word)} --mean."
+            raise TokenizerError(error.message, f"{error.hint} {mean}") from None
+    return queries
 
 
 def text_queries(names: Names, text: str) -> list[Query]:

@@ -160,6 +160,8 @@ def test_several_tokens_are_refused_with_their_pieces_and_the_form_with_a_space(
     code, out, err = said(capsys, STORIES, "king")
     assert code == 1 and not out
     assert "not one" in err and "id 409" in err and "'ing' (id 299)" in err
+    assert "--text king --mean" in err
+    assert said(capsys, STORIES, "--text", "king", "--mean")[0] == 0
 
 
 def test_a_byte_level_word_says_which_form_is_one_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
