@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -52,15 +53,24 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
-def paint(text: str, style: str) -> None:
-    """Text to stdout at once, in a style where there is a terminal and as it is where there is none."""
-    if not style or not sys.stdout.isatty():
+def paint(text: str, style: str = "") -> None:
+    """Text to stdout at once: on a terminal in a style and harmless, elsewhere as it is, byte for byte."""
+    if not sys.stdout.isatty():
+        write(text)
+        return
+    text = harmless(text)
+    if not style:
         write(text)
         return
     from rich.text import Text
 
     console().print(Text(text, style), end="", soft_wrap=True)
     sys.stdout.flush()
+
+
+def harmless(text: str) -> str:
+    """Text whose control characters, by which it could steer a terminal, are spelled out: `\\x1b`."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def note(text: str) -> None:

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 
-from llmcli import checkpoint, cli
+from llmcli import checkpoint, cli, output
 from llmcli import tokenizer as tokens
 from llmcli.cache import new_cache
 from llmcli.config import ModelConfig
@@ -499,6 +499,19 @@ def test_the_table_shows_each_token_and_its_rivals(folder: Path, capsys: pytest.
     lines = capsys.readouterr().out.splitlines()
     assert lines[-4].split() == ["token", "id", "probability", "rivals"]
     assert all(line.count("%") == 3 for line in lines[-3:])
+
+
+def test_on_a_terminal_a_text_cannot_steer_it_and_in_a_pipe_it_is_itself(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "a\x1b[2Jb\r\x9bc\x7f é🌍\n\td"
+    output.paint(text, "red")
+    assert capsys.readouterr().out == text
+    for style in ("", "red"):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+        output.paint(text, style)
+        shown = capsys.readouterr().out
+        assert "a\\x1b[2Jb\\x0d\\x9bc\\x7f é🌍" in shown and "\x1b[2J" not in shown
 
 
 # ---- in conversation

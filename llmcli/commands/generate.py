@@ -121,7 +121,8 @@ def _answer(
         return
     for number, answer in enumerate(answers, 1):
         if not streamed:
-            output.write(f"--- sample {number} of {num_samples} ({answer.finish_reason}) ---\n{answer.text}\n")
+            output.paint(f"--- sample {number} of {num_samples} ({answer.finish_reason}) ---\n", "dim")
+            output.paint(f"{answer.text}\n")
         if sampling.logprobs is not None:
             output.emit(answer, view, as_json=False)
     if any(answer.finish_reason == "context" for answer in answers):
