@@ -144,6 +144,8 @@ class Spread(msgspec.Struct, frozen=True):
 
 _TINY, _HUGE = 1e-30, 1e30  # squared lengths beyond these are left to float64
 _PANEL = 1 << 24  # bytes of rows after which the best so far are sorted out
+_PANEL_ROWS = 1 << 13  # and their number, which bounds the memory for their scores
+_BATCH = 32  # queries that share a pass
 
 
 class Rows:
@@ -162,7 +164,7 @@ class Rows:
         self._stored = tensors.read_array(matrix.info)
         self._array = self._stored[: self.count]
         self._dtype = matrix.info.dtype
-        self._panel = max(1, _PANEL // self._array[0].nbytes)
+        self._panel = min(max(1, _PANEL // self._stored[0].nbytes), _PANEL_ROWS)
         self._block = max(1, (1 << 17) // matrix.width)  # rows worked on at a time in float64
         self._lengths: npt.NDArray[np.float32] | None = None  # of every row, approximate; 1 where set aside
         self._aside = np.zeros(self.count, bool)  # rows that float32 cannot judge: the unusable, and a few others
@@ -205,7 +207,11 @@ class Rows:
                 "Such a row was never trained, or is damaged; choose another.",
             )
         kinds: dict[Metric, Callable[[Floats], _Score]] = {"cosine": _Cosine, "dot": _Dot, "l2": _Distance}
-        return self.best(kinds[metric](queries), k, exclude, among)
+        hits: list[list[Hit]] = []
+        for start in range(0, len(queries), _BATCH):
+            some = slice(start, start + _BATCH)
+            hits += self.best(kinds[metric](queries[some]), k, exclude[some], among)
+        return hits
 
     def best(
         self, score: _Score, k: int, exclude: Sequence[Sequence[int]] = (), among: Ids | None = None
