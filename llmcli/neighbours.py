@@ -234,11 +234,12 @@ def vector_queries(path: Path, width: int) -> list[Query]:
 def analogy_query(names: Names, text: str) -> Query:
     """`king - man + woman` as the sum of unit vectors with signs (3CosAdd; Mikolov, Yih and Zweig, 2013, NAACL).
 
-    A term in quotes may hold spaces. Raises UsageError for what is not such a sum.
+    A term is a word as it stands in running text, so ` king` where that is a token, else as it is spelled; one in
+    quotes is taken as it is, and may hold spaces. Raises UsageError for what is not such a sum.
     """
     parts = re.findall(r"\"[^\"]*\"|'[^']*'|\S+", text)
     signs: list[float] = []
-    words: list[str] = []
+    ids: list[int] = []
     sign: float | None = 1.0
     for place, part in enumerate(parts):
         if part in ("+", "-") and (sign is None or place == 0):
@@ -246,20 +247,22 @@ def analogy_query(names: Names, text: str) -> Query:
         elif sign is None:
             raise UsageError(f"--analogy {text!r}: no + or - before {part!r}", 'For example: "king - man + woman".')
         else:
-            quoted = len(part) > 1 and part[0] == part[-1] and part[0] in "\"'"
-            words.append(part[1:-1] if quoted else part)
+            if len(part) > 1 and part[0] == part[-1] and part[0] in "\"'":
+                ids.append(names.id(part[1:-1]))
+            else:
+                word = None if part.startswith("#") else names.word(part)
+                ids.append(names.id(part) if word is None else word)
             signs.append(sign)
             sign = None
-    if sign is not None or len(words) < 2:
+    if sign is not None or len(ids) < 2:
         raise UsageError(
             f"--analogy {text!r}: not a sum of at least two tokens",
             'For example: "king - man + woman", with spaces around the signs.',
         )
     if not any(sign > 0 for sign in signs):
         raise UsageError(f"--analogy {text!r}: nothing is added", 'For example: "king - man + woman".')
-    ids = tuple(names.id(word) for word in words)
     shown = " ".join(f"{'+-'[sign < 0]} {names.of(id)}" for sign, id in zip(signs, ids, strict=True))
-    return Query(Token(shown.removeprefix("+ "), None), ids, tuple(signs), unit=True)
+    return Query(Token(shown.removeprefix("+ "), None), tuple(ids), tuple(signs), unit=True)
 
 
 Method = Literal["add", "mul"]

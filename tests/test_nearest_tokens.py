@@ -336,6 +336,8 @@ def test_an_analogy_is_the_sum_of_unit_vectors_without_its_own_words(words: Path
     assert (
         ids(run(words, "--analogy", "- king + man", "-k", 1)) == ranking(plain(values, unit[2] - unit[1]), (1, 2))[:1]
     )
+    assert run(words, "--analogy", "she - king + #14")["query"]["token"] == " she - king + x y"  # a word has its space
+    assert run(words, "--analogy", "'she' - king")["query"]["token"] == "she - king"
     moved = [(1 + plain(values, values[id])) / 2 for id in (1, 2, 3)]
     product = run(words, "--analogy", "king - man + woman", "--method", "mul", "-k", 4)
     assert ids(product) == ranking(moved[0] * moved[2] / (moved[1] + 0.001), (1, 2, 3))[:4]
