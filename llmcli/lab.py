@@ -19,7 +19,6 @@ from typing import Any
 
 import msgspec
 import torch
-import torch.nn.functional as F
 from tokenizers import decoders
 from torch import Tensor
 
@@ -233,6 +232,10 @@ class Lab:
         self.prompt = (DEFAULT_PROMPT if tokenizer else "0 1 2") if prompt is None else prompt
         self._path = path
         self._nodes = graph(model)
+        parameters = dict(model.named_parameters())
+        self.matrices = {
+            name: parameters[name].detach() for name in (EMBEDDINGS, POSITIONS, HEAD) if name in parameters
+        }
         self.head_name = EMBEDDINGS if model.output_projection is None else HEAD
         self.state = next(node.inputs[0] for node in self._nodes if node.name == "logits")
         self._texts: OrderedDict[str, Text] = OrderedDict()
@@ -255,15 +258,10 @@ class Lab:
             nodes=self._nodes,
             kinds=KINDS,
             positive=sorted(POSITIVE),
-            matrices=[_shape(name, matrix) for name, matrix in self.matrices().items()],
+            matrices=[_shape(name, matrix) for name, matrix in self.matrices.items()],
             limits=self.limits,
             prompt=self.prompt,
         )
-
-    def matrices(self) -> dict[str, Tensor]:
-        """The matrices of rows a token or a position, by name."""
-        parameters = dict(self.model.named_parameters())
-        return {name: parameters[name].detach() for name in (EMBEDDINGS, POSITIONS, HEAD) if name in parameters}
 
     def token(self, id: int) -> Token:
         """A token in words; a row without a token, or a model without a tokenizer, shows the id."""
@@ -390,7 +388,7 @@ class Lab:
 
     def stage(self, made: Pass, name: str) -> Stage:
         """A stage's statistics, or a matrix's."""
-        matrices = self.matrices()
+        matrices = self.matrices
         if name not in matrices:
             return stage(name, made.tensor(name))
         return msgspec.structs.replace(
@@ -402,7 +400,7 @@ class Lab:
 
         Raises UsageError for more values than one request may ask.
         """
-        made, matrix = self.recorded(of, number), self.matrices().get(name)
+        made, matrix = self.recorded(of, number), self.matrices.get(name)
         tensor = made.tensor(name) if matrix is None else matrix
         if len(at) != tensor.dim():
             raise UsageError(f"{name} has {tensor.dim()} axes, the slice has {len(at)}")
@@ -426,7 +424,7 @@ class Lab:
         return Values(name, [(r.start, r.stop, r.step) for r in ranges], picked.tolist(), labels)
 
     def _axes(self, name: str) -> tuple[str, ...]:
-        if name in self.matrices():
+        if name in self.matrices:
             return (POSITION if name == POSITIONS else "token", WIDTH)
         return KINDS[name.rpartition(".")[2]].axes
 
@@ -434,7 +432,7 @@ class Lab:
         """A small picture of each stage or matrix."""
         if len(names) > self.limits.stages:
             raise UsageError(f"{len(names)} stages at once, the most is {self.limits.stages}", "Ask for fewer.")
-        matrices = self.matrices()
+        matrices = self.matrices
         return {name: sketch(name, matrices[name] if name in matrices else made.tensor(name)) for name in names}
 
     def top(self, made: Pass, position: int, count: int, sampling: Sampling) -> list[Candidate]:
@@ -444,7 +442,7 @@ class Lab:
         ids, shares = distribution(self._masked(logits), sampling)
         drawn = dict(zip(ids.tolist(), shares.tolist(), strict=True))
         probabilities = made.tensors["probabilities"][position]
-        state, matrix = self._row(made, self.state, position), self.matrices()[self.head_name]
+        state, matrix = self._row(made, self.state, position), self.matrices[self.head_name]
         return [
             Candidate(
                 token=self.token(id),
@@ -461,7 +459,7 @@ class Lab:
         logits = self._row(made, "logits", position)
         if not 0 <= id < len(logits):
             raise UsageError(f"there is no token {id}", f"The vocabulary has {len(logits):,}.")
-        state, row = self._row(made, self.state, position), self.matrices()[self.head_name][id]
+        state, row = self._row(made, self.state, position), self.matrices[self.head_name][id]
         return Product(
             token=self.token(id),
             state=state.tolist(),
@@ -536,14 +534,19 @@ def readable(tokenizer: Tokenizer, id: int) -> str:
 
 def farthest(tensor: Tensor, steps: Sequence[int]) -> Tensor:
     """Of each cell of so many steps along every axis the value that is farthest from zero."""
-    for axis, step in enumerate(steps):
-        if step > 1:
-            cells = tensor.movedim(axis, -1)
-            cells = F.pad(cells, (0, -cells.shape[-1] % step))
-            cells = cells.reshape(*cells.shape[:-1], -1, step)
-            low, high = cells.amin(-1), cells.amax(-1)
-            tensor = torch.where(-low > high, low, high).movedim(-1, axis)
+    for axis in reversed(range(tensor.dim())):  # the last axis first: its values lie side by side
+        if (step := steps[axis]) > 1:
+            rows = tensor.movedim(axis, -1)
+            whole = rows.shape[-1] // step * step
+            parts = [rows[..., :whole].reshape(*rows.shape[:-1], -1, step), rows[..., None, whole:]]
+            found = [_farthest(part) for part in parts if part.numel()]
+            tensor = torch.cat(found, -1).movedim(-1, axis)
     return tensor
+
+
+def _farthest(cells: Tensor) -> Tensor:
+    low, high = torch.aminmax(cells, dim=-1)
+    return torch.where(-low > high, low, high)
 
 
 def pass_bytes(model: Decoder, new: int, seen: int) -> int:
@@ -559,7 +562,6 @@ def _shape(name: str, tensor: Tensor) -> Shape:
     return Shape(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
-NO_KIND = Kind((), "")
 SKETCH_ROWS, SKETCH_COLUMNS, SKETCH_PANELS = 12, 48, 8
 
 
@@ -570,11 +572,14 @@ def sketch(name: str, tensor: Tensor) -> list[list[list[int]]]:
     """
     kind = name.rpartition(".")[2]
     panels = tensor if tensor.dim() == 3 else tensor[None] if tensor.dim() == 2 else tensor[None, None]
-    panels = panels[_even(panels.shape[0], SKETCH_PANELS)]
+    panels = _evenly(panels, 0, SKETCH_PANELS)
     columns = SKETCH_COLUMNS // panels.shape[0] if kind != "weights" else SKETCH_ROWS
-    if kind == "weights" or "token" in KINDS.get(kind, NO_KIND).axes:  # what counts is rare: the largest, not a sample
-        panels = farthest(panels, [1, -(-panels.shape[1] // SKETCH_ROWS), -(-panels.shape[2] // columns)])
-    panels = panels[:, _even(panels.shape[1], SKETCH_ROWS)][:, :, _even(panels.shape[2], columns)].float()
+    if kind == "weights":  # what counts is rare: the largest, not a sample
+        panels = farthest(panels, [1, -(-panels.shape[1] // SKETCH_ROWS), 1])
+    panels = _evenly(panels, 1, SKETCH_ROWS)
+    if kind in ("weights", "logits", "probabilities"):
+        panels = farthest(panels, [1, 1, -(-panels.shape[2] // columns)])
+    panels = _evenly(panels, 2, columns).float()
     # A few dimensions are often far larger than all others: they may saturate, or nothing else would show.
     limit = float(panels.max()) if kind in POSITIVE or kind == "experts" else 3 * float(panels.square().mean().sqrt())
     scaled = (panels * (127 / limit if limit > 0 else 0)).nan_to_num(0).clamp(-127, 127).round().int()
@@ -582,9 +587,12 @@ def sketch(name: str, tensor: Tensor) -> list[list[list[int]]]:
     return drawn
 
 
-def _even(size: int, most: int) -> Tensor:
-    """Up to `most` places among `size`, evenly apart, both ends included."""
-    return torch.linspace(0, size - 1, min(size, most)).round().long()
+def _evenly(tensor: Tensor, axis: int, most: int) -> Tensor:
+    """Up to `most` places along an axis, evenly apart, both ends included."""
+    size = tensor.shape[axis]
+    if size <= most:
+        return tensor
+    return tensor.index_select(axis, torch.linspace(0, size - 1, most, device=tensor.device).round().long())
 
 
 class TooLarge(LlmcliError):
@@ -621,12 +629,12 @@ def page(lab: Lab | None = None, text: str = "") -> tuple[str, bool]:
     top = [[lab.top(made, position, TOP, Sampling()) for position in range(len(made.ids))] for made in passes]
     candidates = sorted({candidate.token.id for made in top for best in made for candidate in best})
     total = sum(tensor.numel() for tensor in tensors.values())
-    for name, matrix in lab.matrices().items():
+    for name, matrix in lab.matrices.items():
         if matrix.numel() <= max(total, SMALL):
             tensors["model", name] = matrix
             total += matrix.numel()
     if ("model", lab.head_name) not in tensors:
-        tensors["candidates", lab.head_name] = lab.matrices()[lab.head_name][candidates]
+        tensors["candidates", lab.head_name] = lab.matrices[lab.head_name][candidates]
     rounded = 4 * total > EXACT_BYTES
     if 2 * total > MOST_BYTES:
         raise TooLarge(
@@ -648,7 +656,7 @@ def page(lab: Lab | None = None, text: str = "") -> tuple[str, bool]:
         ],
         "matrices": {
             name: {"statistics": lab.stage(passes[0], name), "sketch": sketch(name, matrix)}
-            for name, matrix in lab.matrices().items()
+            for name, matrix in lab.matrices.items()
         },
         "candidates": candidates,
         "nearest": {str(id): lab.nearest(id, NEIGHBOURS) for id in sorted(set(lab.text(text).ids))},

@@ -165,7 +165,7 @@ def test_a_logit_is_what_the_product_view_says_it_is(kind: str, opened: Labs) ->
     one = opened(kind)
     text = one.start(labs.PROMPT)
     made = one.recorded(text.id, 0)
-    matrix = one.matrices()[
+    matrix = one.matrices[
         "token_embeddings.weight" if "tied" not in one.info().tie and one.info().tied else one.head_name
     ]
     best = one.top(made, 5, 7, Sampling(temperature=1))
@@ -232,7 +232,7 @@ def test_the_lens_ends_with_what_the_model_says(opened: Labs) -> None:
 def test_sketches_are_small_and_bounded_whatever_the_stage(kind: str, opened: Labs) -> None:
     one = opened(kind)
     made = one.recorded(one.start(labs.PROMPT * 4).id, 0)
-    names = [*made.tensors, *one.matrices()]
+    names = [*made.tensors, *one.matrices]
     found = one.sketches(made, names)
     assert list(found) == names
     for name, panels in found.items():
@@ -394,9 +394,7 @@ def test_the_page_holds_every_tensor_bit_for_bit_and_names_nothing_outside(opene
         for name, tensor in one.recorded(text.id, number).tensors.items():
             if name != "probabilities":
                 np.testing.assert_array_equal(found[str(number), name], tensor, err_msg=name)
-    np.testing.assert_array_equal(
-        found["model", "output_projection.weight"], one.matrices()["output_projection.weight"]
-    )
+    np.testing.assert_array_equal(found["model", "output_projection.weight"], one.matrices["output_projection.weight"])
     assert "connect-src 'none'" in page
     assert set(re.findall(r"https?://[^'\"\s)]+", page)) == {"http://www.w3.org/2000/svg"}
     assert not re.findall(r"<(?:link|script|img|iframe)[^>]*(?:src|href)=\"(?!data:)", page)
