@@ -68,7 +68,7 @@ def fetch(repo: RepoId, offline: bool = False) -> Path:
     """
     with _refusals(repo):
         if _is_offline(offline):
-            return _cached_folder(repo)
+            return _cached_checkpoint(repo)
         commit, names = _look(repo)
         form = _form(repo, names)
         folder = _fetch_config(repo, commit)
@@ -95,7 +95,7 @@ def fetch_headers(repo: RepoId, offline: bool = False) -> Headers:
     """A checkpoint's config and the headers of its safetensors files, by range requests: kilobytes for any size."""
     with _refusals(repo):
         if _is_offline(offline):
-            folder = _cached_folder(repo)
+            folder = _cached_checkpoint(repo)
             return Headers(folder, tensors.read_checkpoint(folder), here=True)
         commit, names = _look(repo)
         form = _form(repo, names)
@@ -110,15 +110,18 @@ def fetch_headers(repo: RepoId, offline: bool = False) -> Headers:
             )
         with ThreadPoolExecutor(8) as pool:
             headers = list(pool.map(lambda name: _read_remote_header(repo, commit, name, folder / name), weights))
-        return Headers(folder, _joined(repo, folder, headers), here=False)
+        found = _joined(repo, headers)
+        if absent := sorted(_weight_map(repo, folder / form).keys() - found.infos.keys()) if len(weights) > 1 else []:
+            raise CheckpointError(f"{repo}: {form} names tensors that no shard holds: {tensors.listing(absent)}")
+        return Headers(folder, found, here=False)
 
 
-def _joined(repo: RepoId, folder: Path, headers: list[dict[str, TensorInfo]]) -> Checkpoint:
+def _joined(repo: RepoId, headers: list[dict[str, TensorInfo]]) -> Checkpoint:
     """The headers of all shards as one checkpoint; a tensor in two of them is refused."""
     infos: dict[str, TensorInfo] = {}
     for header in headers:
         if twice := sorted(infos.keys() & header.keys()):
-            raise CheckpointError(f"{repo}: tensors that are in two shards: {', '.join(twice)}")
+            raise CheckpointError(f"{repo}: tensors that are in two shards: {tensors.listing(twice)}")
         infos |= header
     return Checkpoint(infos, tuple(sorted({info.file for info in infos.values()})))
 
@@ -162,17 +165,21 @@ def _weights(repo: RepoId, commit: str, names: list[str], form: str) -> list[str
     """The files of the weights; where they are shards the index is fetched, which names them."""
     if not form.endswith(".index.json"):
         return [form]
-    index = _fetch(repo, commit, form)
-    try:
-        shards = sorted({str(name) for name in json.loads(index.read_bytes())["weight_map"].values()})
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise CheckpointError(f"{repo}: {form} is not an index of shards") from None
+    shards = sorted(set(_weight_map(repo, _fetch(repo, commit, form)).values()))
     if absent := [name for name in shards if name not in names]:
         raise CheckpointError(
             f"{repo}: {form} names {len(absent)} of {len(shards)} files that the repository does not have: "
             + ", ".join(absent)
         )
     return shards
+
+
+def _weight_map(repo: RepoId, index: Path) -> dict[str, str]:
+    """Which tensor is in which shard. Raises CheckpointError for a file that does not say so."""
+    try:
+        return msgspec.convert(json.loads(index.read_bytes())["weight_map"], dict[str, str])
+    except (ValueError, KeyError, TypeError, RecursionError):  # msgspec.ValidationError is a ValueError
+        raise CheckpointError(f"{repo}: {index.name} is not an index of shards") from None
 
 
 def _fetch_resumably(repo: RepoId, commit: str, name: str) -> None:
@@ -273,6 +280,18 @@ def _cached_folder(repo: RepoId) -> Path:
             f"{repo}: not in the cache, and offline", "Download it once without --offline (and without HF_HUB_OFFLINE)."
         )
     return Path(found).parent
+
+
+def _cached_checkpoint(repo: RepoId) -> Path:
+    folder = _cached_folder(repo)
+    try:
+        tensors.find_files(folder)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{repo}: not all of it is in the cache, and offline ({error.message})",
+            "Download it once without --offline (and without HF_HUB_OFFLINE).",
+        ) from None
+    return folder
 
 
 def _no_checkpoint(repo: RepoId, names: list[str], wanted: str) -> LlmcliError:

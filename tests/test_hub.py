@@ -239,6 +239,35 @@ def test_offline_uses_the_cache_and_asks_nothing(hub: Hub, client: Client) -> No
     assert len(hub.requests) == asked
 
 
+def test_offline_says_what_the_cache_lacks(hub: Hub, client: Client) -> None:
+    hub.add("org/two", sharded())
+    client.run('attempt("org/two", how=targets.read_config)')
+    for how in ("find_checkpoint", "read_headers"):
+        ((kind, _, message, hint),) = client.run(f'attempt("org/two", offline=True, how=targets.{how})')
+        assert kind == "CheckpointError" and message.startswith("org/two: not all of it is in the cache")
+        assert "without --offline" in hint
+    (config,) = client.run('attempt("org/two", offline=True, how=targets.read_config)')
+    assert "family='llama'" in config
+
+
+@pytest.mark.parametrize("index", [b"", b"[]", b"{}", b'{"weight_map": []}', b'{"weight_map": {"a": 3}}', b"\xff"])
+def test_an_index_that_is_none_is_refused(hub: Hub, client: Client, index: bytes) -> None:
+    hub.add("org/two", sharded() | {"model.safetensors.index.json": index})
+    ((kind, _, message, _),) = client.run('attempt("org/two", how=targets.read_headers)')
+    assert kind == "CheckpointError" and "not an index of shards" in message
+
+
+def test_shards_that_do_not_belong_to_the_index_are_refused_from_their_headers(hub: Hub, client: Client) -> None:
+    files = sharded()
+    table = json.loads(files["model.safetensors.index.json"])
+    table["weight_map"]["ghost.weight"] = "model-00001-of-00002.safetensors"
+    hub.add("org/ghost", files | {"model.safetensors.index.json": json.dumps(table).encode()})
+    hub.add("org/twice", files | {"model-00002-of-00002.safetensors": files["model-00001-of-00002.safetensors"]})
+    ghost, twice = client.run("for name in ('org/ghost', 'org/twice'): attempt(name, how=targets.read_headers)")
+    assert ghost[0] == "CheckpointError" and "ghost.weight" in ghost[2]
+    assert twice[0] == "CheckpointError" and "in two shards: model.embed_tokens.weight" in twice[2]
+
+
 def test_refusals_say_what_is_wrong_and_what_to_do(hub: Hub, client: Client) -> None:
     hub.add("org/tiny", SINGLE)
     hub.add("org/secret", SINGLE, token="secret")

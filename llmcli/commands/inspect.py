@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -69,7 +70,7 @@ def run(
     else:
         path = targets.find_checkpoint(target, revision=revision, offline=offline)
     files = _Files()
-    with progress("reading", unit="B") if full else progress("", None) as advance:
+    with progress("reading", unit="B") if full else nullcontext(lambda amount: None) as advance:
         found = inspection.inspect(
             path,
             target,
