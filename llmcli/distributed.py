@@ -67,7 +67,8 @@ class Processes:
         dist.all_gather_object(values, value)
         if differ := [str(n) for n, other in enumerate(values) if other != values[0]]:
             raise TrainingError(
-                f"processes {', '.join(differ)} have another {what} than process 0", "Give all of them the same files."
+                f"processes {', '.join(differ)} have another {what} than process 0",
+                "Give all of them the same files, and a folder for the run that all of them see.",
             )
 
     @contextmanager

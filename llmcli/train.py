@@ -314,6 +314,7 @@ class Run:
         source = last_good(out, self.notes) if resume else None
         if source:
             self.state = resumable(read_state(source), self.state, processes.count, out, self.notes)
+        processes.require_equal("checkpoint to go on from", f"step {self.state.step}")
         self.sequences = self.state.sequences
         self.accumulation = self.sequences // (self.config.batch_size * processes.count)
         self.step_tokens = self.sequences * self.context
@@ -674,8 +675,7 @@ def last_good(out: Path, notes: list[str]) -> Path | None:
     """The checkpoint to go on from: `last`, or if that is damaged the newest of those kept. None where none is."""
     kept = sorted(out.glob("step-*"), reverse=True)
     damaged: list[LlmcliError] = []
-    for folder in (out / "last", *kept):
-        checkpoint.recover(folder)
+    for folder in (out / "last", out / ".last.old", *kept):  # .last.old: see checkpoint.recover
         if not folder.is_dir():
             continue
         try:

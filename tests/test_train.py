@@ -217,7 +217,8 @@ def test_every_tensor_is_in_one_group_and_norms_and_biases_never_decay(
 
 def test_accumulation_in_four_parts_is_one_batch_of_four(text: Path, tmp_path: Path) -> None:
     for name, size, parts in (("one", 4, 1), ("four", 1, 4), ("two", 2, 2)):
-        run(recipe(text, batch_size=size, accumulation=parts, eval_batches=0), tmp_path / name)
+        # Unclipped: AdamW forgives a gradient of the wrong scale, its moments do not.
+        run(recipe(text, batch_size=size, accumulation=parts, grad_clip=0), tmp_path / name)
     one, four, two = (states(tmp_path / name / "last") for name in ("one", "four", "two"))
     for key in one:
         assert torch.allclose(one[key], four[key], atol=1e-6, rtol=0), key
@@ -343,7 +344,9 @@ def test_dropout_differs_from_step_to_step(text: Path, tmp_path: Path) -> None:
     # One window only: each step sees the same text, so without learning only dropout can tell the steps apart.
     path = tmp_path / "one.txt"
     path.write_text("a" * 17 + "bbb")
-    made = recipe(path, {**MODEL, "dropout": 0.5, "initializer_range": 1.0}, lr=1e-12, weight_decay=0, batch_size=1)
+    made = recipe(
+        path, {**MODEL, "dropout": 0.5, "initializer_range": 1.0}, lr=1e-12, min_lr=0, weight_decay=0, batch_size=1
+    )
     losses = [step.loss for step in of(run(made, tmp_path / "run"), Step)]
     assert len({round(loss, 4) for loss in losses}) > 5
 
@@ -633,7 +636,8 @@ def test_what_a_killed_run_left_half_written_is_removed(text: Path, tmp_path: Pa
     for name in (".last.writing", ".best.writing"):
         (tmp_path / "run" / name).mkdir()
         (tmp_path / "run" / name / "model.safetensors").write_bytes(b"half")
-    (tmp_path / "run" / "best").rename(tmp_path / "run" / ".best.old")
+    for name in ("last", "best"):  # killed between two renames
+        (tmp_path / "run" / name).rename(tmp_path / "run" / f".{name}.old")
     run(recipe(text, max_steps=2), tmp_path / "run", resume=True)
     assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", "best", "last", "metrics.jsonl"}
 

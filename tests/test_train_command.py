@@ -6,6 +6,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -366,6 +367,19 @@ def test_resuming_takes_the_recipe_of_the_run(
     assert run("--resume", "--out", tmp_path / "run", "--set", "train.max_steps=4", "--json") == 0
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [event["step"] for event in events if event["event"] == "step"] == [3, 4]
+
+
+def test_resuming_does_without_the_tokenizer_it_was_given(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from llmcli import tokenizer
+
+    tokenizer.bytes_tokenizer().save(tmp_path / "bytes")
+    setting = f"data.tokenizer={tmp_path / 'bytes'}"
+    assert run(recipe, "--out", tmp_path / "run", "--set", setting, "--set", "train.max_steps=2", "--json") == 0
+    shutil.rmtree(tmp_path / "bytes")
+    assert run("--resume", "--out", tmp_path / "run", "--set", "train.max_steps=4", "--json") == 0
+    assert train.read_state(tmp_path / "run" / "last").step == 4
 
 
 def test_print_config_names_the_origin_of_every_value_and_is_a_recipe_itself(

@@ -142,7 +142,13 @@ def stored_recipe(folder: Path) -> tuple[str, dict[str, Any]] | None:
     from llmcli.train import last_good, read_state
 
     last = last_good(folder, [])
-    return (str(last), msgspec.to_builtins(read_state(last).recipe)) if last else None
+    if last is None:
+        return None
+    table = msgspec.to_builtins(read_state(last).recipe)
+    by = table["data"]["tokenizer"]
+    if by not in ("bpe", "char", "byte") and not Path(by).exists():  # moved since: the checkpoint has a copy
+        table["data"]["tokenizer"] = str(last)
+    return str(last), table
 
 
 @contextmanager
