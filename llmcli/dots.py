@@ -6,7 +6,6 @@ let other threads run; for bfloat16 the package simsimd (extra `probe`) does bet
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any, Protocol
 
 import numpy as np
@@ -166,8 +165,13 @@ class Simd:
 
     @staticmethod
     def fits(array: npt.NDArray[Any]) -> bool:
-        """Whether the package is there, and the rows lie as it reads them."""
-        return array.flags.aligned and importlib.util.find_spec("simsimd") is not None
+        """Whether the package is there with more than plain C for this processor, and the rows lie as it reads them."""
+        try:
+            import simsimd
+        except ImportError:
+            return False
+        faster = any(there for name, there in simsimd.get_capabilities().items() if name != "serial")
+        return faster and bool(array.flags.aligned)
 
     def run(self, unit: Singles, start: int, stop: int, lengths: bool) -> tuple[Singles, Singles | None]:
         vectors = _bfloat16(unit)
