@@ -18,8 +18,6 @@ Singles = npt.NDArray[np.float32]
 HALF_ULP = 2.0**-24
 """The relative error of rounding to float32."""
 _CHUNK = 1 << 19  # bytes of rows worked on at a time: a part of a core's own cache
-
-
 _MANY = 16  # vectors from which a matrix product is worth more than a product at a time, which no BLAS splits
 
 
@@ -52,7 +50,7 @@ class Kernel(Protocol):
     """Dot products of many rows with a few vectors of length 1, in float32."""
 
     error: float
-    """The slack of what it computes."""
+    """A product is off by at most this times its row's length, a length by at most this times itself."""
 
     def run(self, unit: Singles, start: int, stop: int, lengths: bool) -> tuple[Singles, Singles | None]:
         """The products of unit (t, d) with the rows start:stop, (t, n); with `lengths` also their squared lengths."""
