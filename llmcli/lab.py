@@ -53,6 +53,14 @@ POSITIVE = {"weights", "router", "expert_weights", "probabilities"}
 """Kinds whose values run from zero upwards; all others lie around zero."""
 
 
+def half_of_memory() -> int:
+    """Half of this machine's memory in bytes; 4 GiB where it does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    except (AttributeError, ValueError, OSError):
+        return 4 << 30
+
+
 class Limits(msgspec.Struct, frozen=True):
     """The most that one request may ask, and that all texts together may hold."""
 
@@ -66,8 +74,8 @@ class Limits(msgspec.Struct, frozen=True):
     stages: int = 256
     """Stages sketched at once."""
     texts: int = 8
-    memory: int = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    """Bytes of all recorded passes, half of the machine's; the oldest texts give way."""
+    memory: int = half_of_memory()
+    """Bytes of all recorded passes; the oldest texts give way."""
 
 
 class Token(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ from typing import Any
 from playwright.sync_api import Page, sync_playwright
 
 DOCS = Path(__file__).parent.parent / "docs"
-FLAGS = "--no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-component-update".split()
+FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
 WIDE, NARROW = (1280, 880), (400, 860)
 LARGEST = 300_000  # bytes of a picture
 

@@ -562,6 +562,15 @@ def test_refusals_are_shown_and_the_page_goes_on(tab: Page, urls: Any, complaint
     assert "status of 422" in complaints.pop()  # the browser's own note of the refusal
 
 
+def test_a_server_that_is_gone_is_said_to_be(tab: Page, labs_of: Any, complaints: list[str]) -> None:
+    with labs.serving(labs_of("tied")) as url:
+        load(tab, url)
+    tab.click("#next")
+    expect(tab.locator("#status")).to_contain_text("Is llmcli lab still running?")
+    assert len(complaints) == 2
+    complaints.clear()  # the browser's own notes that nobody answered
+
+
 def test_a_damaged_model_shows_where_its_values_end_to_be_numbers(
     tab: Page, tmp_path: Path, complaints: list[str]
 ) -> None:
