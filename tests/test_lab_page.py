@@ -108,6 +108,7 @@ QUESTIONS = """async () => {
 WIDE, NARROW = {"width": 1280, "height": 860}, {"width": 390, "height": 800}
 TIED = "stories" if labs.STORIES.is_dir() else "tied"
 
+expect.set_options(timeout=15_000)
 pytestmark = pytest.mark.skipif(CHROMIUM is None and not os.environ.get("CI"), reason="no chromium here")
 
 
