@@ -243,7 +243,8 @@ def _tokenise(
                 for batch in _batches(pieces, by):
                     encoded = by.encode_batch([text for _, text, _, _ in batch], special=False)
                     for (held_out, text, starts, ends), ids in zip(batch, encoded, strict=True):
-                        ids = [*(before if starts else ()), *ids, *(after if ends else ())]
+                        if (before and starts) or (after and ends):
+                            ids = [*(before if starts else ()), *ids, *(after if ends else ())]
                         (validation if held_out else train).write(np.asarray(ids, dtype=f"<u{itemsize}").tobytes())
                         counts[held_out][0] += len(ids)
                         counts[held_out][1] += len(text.encode())
