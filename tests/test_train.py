@@ -633,9 +633,10 @@ def test_a_disk_that_refuses_loses_nothing_older(
 
 def test_what_a_killed_run_left_half_written_is_removed(text: Path, tmp_path: Path) -> None:
     run(recipe(text, max_steps=1), tmp_path / "run")
-    for name in (".last.writing", ".best.writing"):
+    for name in (".last.writing", ".best.writing", ".step-00000001.writing"):
         (tmp_path / "run" / name).mkdir()
         (tmp_path / "run" / name / "model.safetensors").write_bytes(b"half")
+    (tmp_path / "run" / ".metrics.jsonl.writing").write_text("half")
     for name in ("last", "best"):  # killed between two renames
         (tmp_path / "run" / name).rename(tmp_path / "run" / f".{name}.old")
     run(recipe(text, max_steps=2), tmp_path / "run", resume=True)
