@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -268,7 +268,35 @@ def analogy_query(names: Names, text: str) -> Query:
 Method = Literal["add", "mul"]
 
 
-def answer(
+def ask(
+    opened: Mapping[Side, Rows],
+    names: Names,
+    queries: Sequence[Query],
+    k: int,
+    *,
+    metric: Metric = "cosine",
+    method: Method = "add",
+    among: Ids | None = None,
+    baseline: bool = False,
+) -> list[Answer] | list[Comparison]:
+    """The answers to queries: in one matrix, or in both side by side. Raises UsageError as `nearest` does.
+
+    With `baseline`, they come with what random pairs of rows score.
+    """
+    found = [nearest(rows, names, queries, k, metric=metric, method=method, among=among) for rows in opened.values()]
+    spreads = {side: rows.random_pairs(metric) for side, rows in opened.items()} if baseline else None
+    # A query that is a row is left out as a matter of course; of a sum it is worth saying what is.
+    outs = [tuple(names.of(id) for id in query.left_out) if query.name.id is None else () for query in queries]
+    if len(found) == 2:
+        return [
+            Comparison(query.name, a, b, overlap(a, b), out, spreads)
+            for query, a, b, out in zip(queries, *found, outs, strict=True)
+        ]
+    spread = next(iter(spreads.values())) if spreads else None
+    return [Answer(query.name, hits, out, spread) for query, hits, out in zip(queries, found[0], outs, strict=True)]
+
+
+def nearest(
     rows: Rows,
     names: Names,
     queries: Sequence[Query],
@@ -278,26 +306,26 @@ def answer(
     method: Method = "add",
     among: Ids | None = None,
 ) -> list[tuple[Neighbour, ...]]:
-    """The `k` nearest rows of each query, in one pass over the matrix for all of them.
+    """The `k` nearest rows of each query, in one pass over the matrix for all of them (up to 32).
 
     `method` mul answers analogies by 3CosMul. Raises UsageError for a query without a direction.
     """
-    left_out = [query.left_out for query in queries]
-    if method == "mul":
-        hits: list[list[Hit]] = []
-        for query in queries:
-            query.vector(rows, names)  # for its refusals
-            terms = rows.vectors(query.ids)[None]
-            hits += rows.best(Product(terms, [int(w) for w in query.weights]), k, [query.left_out], among)
-    else:
-        vectors = np.stack([query.vector(rows, names) for query in queries])
-        for query, length in zip(queries, np.linalg.norm(vectors, axis=1), strict=True):
-            if not np.isfinite(length) or length < 1e-12 * max([1.0, *map(abs, query.weights)]) * _size(rows, query):
-                raise UsageError(
-                    f"{query.name.token}: the vector is zero or not finite: it has no direction", "Ask for another."
-                )
-        hits = rows.nearest(vectors, k, metric, left_out, among)
-    return [tuple(Neighbour(names.of(hit.id), hit.id, hit.score) for hit in found) for found in hits]
+    vectors = np.stack([query.vector(rows, names) for query in queries])
+    for query, length in zip(queries, np.linalg.norm(vectors, axis=1), strict=True):
+        if not np.isfinite(length) or length < 1e-12 * max([1.0, *map(abs, query.weights)]) * _size(rows, query):
+            raise UsageError(
+                f"{query.name.token}: the vector is zero or not finite: it has no direction", "Ask for another."
+            )
+    products = [n for n, query in enumerate(queries) if query.unit and method == "mul"]
+    sums = [n for n in range(len(queries)) if n not in products]
+    hits: dict[int, list[Hit]] = {}
+    if sums:
+        left_out = [queries[n].left_out for n in sums]
+        hits |= zip(sums, rows.nearest(vectors[sums], k, metric, left_out, among), strict=True)
+    for n in products:
+        score = Product(rows.vectors(queries[n].ids)[None], [int(weight) for weight in queries[n].weights])
+        hits[n] = rows.best(score, k, [queries[n].left_out], among)[0]
+    return [tuple(Neighbour(names.of(hit.id), hit.id, hit.score) for hit in hits[n]) for n in range(len(queries))]
 
 
 def _size(rows: Rows, query: Query) -> float:
@@ -445,7 +473,7 @@ class Export(msgspec.Struct, frozen=True):
 
 
 def export(
-    rows: Rows, names: Names, folder: Path, ids: Ids, progress: Callable[[float], None] = lambda amount: None
+    rows: Rows, names: Names, folder: Path, ids: Sequence[int], progress: Callable[[float], None] = lambda amount: None
 ) -> Export:
     """Write rows as text: `vectors.tsv` and `metadata.tsv` for the Embedding Projector, `word2vec.txt` for gensim.
 
@@ -456,7 +484,7 @@ def export(
     files = [folder / name for name in ("vectors.tsv", "metadata.tsv", "word2vec.txt")]
     if there := [path for path in files if path.exists()]:
         raise UsageError(f"--export: {there[0]} is there already", "Choose another folder, or remove it first.")
-    spellings = _distinct([(int(id), escaped(names.of(int(id)))) for id in ids])
+    spellings = _distinct([(id, escaped(names.of(id))) for id in ids])
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (
@@ -468,7 +496,7 @@ def export(
             words.write(f"{len(ids)} {rows.matrix.width}\n")
             for start in range(0, len(ids), 256):
                 some = ids[start : start + 256]
-                for id, row in zip(some.tolist(), rows.vectors(some).tolist(), strict=True):
+                for id, row in zip(some, rows.vectors(some).tolist(), strict=True):
                     numbers = [f"{value:.9g}" for value in row]
                     vectors.write("\t".join(numbers) + "\n")
                     metadata.write(f"{spellings[id]}\t{id}\n")

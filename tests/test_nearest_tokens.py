@@ -340,6 +340,8 @@ def test_an_analogy_is_the_sum_of_unit_vectors_without_its_own_words(words: Path
     assert run(words, "--analogy", "'she' - king")["query"]["token"] == "she - king"
     moved = [(1 + plain(values, values[id])) / 2 for id in (1, 2, 3)]
     product = run(words, "--analogy", "king - man + woman", "--method", "mul", "-k", 4)
+    mixed = run(words, "queen", "--analogy", "king - man + woman", "--method", "mul", "-k", 4)
+    assert mixed == [run(words, "queen", "-k", 4), product]
     assert ids(product) == ranking(moved[0] * moved[2] / (moved[1] + 0.001), (1, 2, 3))[:4]
 
 
@@ -389,6 +391,13 @@ def test_lines_of_standard_input_are_answered_one_by_one(
     code, out, _ = said(capsys, words, "--stdin", "-k", 2, "--json")
     lines = [json.loads(line) for line in out.splitlines()]
     assert code == 0 and [line["query"]["id"] for line in lines] == [1, 5]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("king\nnothing\n she\n"))
+    code, out, _ = said(capsys, words, "--stdin", "-k", 2, "--json")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert code == 1 and [line["query"]["id"] for line in lines] == [1, None, 5] and "error" in lines[1]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("nothing\nking\n"))
+    code, out, err = said(capsys, words, "--stdin", "-k", 2)
+    assert code == 1 and "'nothing'" in err and "king  #1" in out
 
 
 def test_tokens_with_markup_and_control_characters_are_shown_as_they_are(

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from llmcli.commands import AsJson, Checkpoint, Offline, Revision
-from llmcli.output import emit, emit_json, note, progress, size, warn
+from llmcli.output import emit, emit_json, error, note, progress, size, warn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from rich.console import RenderableType
     from rich.table import Table
 
     from llmcli.neighbours import Analogies, Answer, Comparison, Export, Names, Query
-    from llmcli.probe import Rows, Spread
+    from llmcli.probe import Ids, Rows, Spread
 
 Tokens = Annotated[
     list[str] | None,
@@ -126,73 +127,82 @@ def run(
     if not (queries or analogies or export or stdin):
         raise UsageError("there is nothing to ask for", "Give a token: llmcli nearest-tokens CHECKPOINT ' she'")
 
-    opened = [probe.Rows(found, None if all_rows else names.count, center) for found in matrices]
-    chosen = None
-    if among:
-        chosen, unknown = neighbours.read_among(among, names)
-        if unknown:
-            shown = ", ".join(map(repr, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
-            warn(f"{among}: {len(unknown)} lines are not one token and are left out: {shown}")
-        chosen = chosen[chosen < opened[0].count]
+    opened = {
+        side: probe.Rows(found, None if all_rows else names.count, center)
+        for side, found in zip(sides, matrices, strict=True)
+    }
+    rows = next(iter(opened.values()))
+    chosen = _among(among, names, rows.count) if among else None
+    ask = partial(
+        neighbours.ask, opened, names, k=k, metric=metric, method=method, among=chosen, baseline=baseline or not as_json
+    )
+    results: list[Any] = []
 
-    def ask(asked: Sequence[Query]) -> list[Any]:
-        found = [
-            neighbours.answer(rows, names, asked, k, metric=metric, method=method, among=chosen) for rows in opened
-        ]
-        spreads = None
-        if baseline or not as_json:
-            spreads = {side: rows.random_pairs(metric) for side, rows in zip(sides, opened, strict=True)}
-        answers: list[Any] = []
-        for place, query in enumerate(asked):
-            out = tuple(names.of(id) for id in query.left_out) if query.name.id is None else ()
-            if matrix == "both":
-                a, b = found[0][place], found[1][place]
-                answers.append(neighbours.Comparison(query.name, a, b, neighbours.overlap(a, b), out, spreads))
-            else:
-                spread = spreads[matrix] if spreads else None
-                answers.append(neighbours.Answer(query.name, found[0][place], out, spread))
-        return answers
+    def show(result: Any, look: Callable[[Any], RenderableType]) -> None:
+        results.append(result[0] if isinstance(result, list) and len(result) == 1 else result)
+        if not as_json:
+            emit(result, look, False)
 
-    scored: list[Any] = []
     answers = ask(queries) if queries else []
     if queries:
-        scored.append(answers[0] if len(answers) == 1 else answers)
-        if not as_json:
-            emit(answers, lambda shown: view(shown, metric), False)
-    if queries and k and chosen is None:
-        _say_left_out(names, opened, all_rows)
+        show(answers, lambda shown: view(shown, metric))
+        if k and chosen is None:
+            _say_left_out(opened.values(), all_rows)
     if analogies:
         with progress("answering analogies", unit="questions") as advance:
-            result = neighbours.score_analogies(
-                opened[0], names, analogies, method=method, among=chosen, progress=advance
-            )
-        scored.append(result)
-        if not as_json:
-            emit(result, view_analogies, False)
+            scored = neighbours.score_analogies(rows, names, analogies, method=method, among=chosen, progress=advance)
+        show(scored, view_analogies)
     if export:
-        import numpy as np
-
-        ids = np.arange(opened[0].count) if chosen is None else np.unique(chosen)
+        ids = list(range(rows.count)) if chosen is None else sorted(set(chosen.tolist()))
         with progress("writing", total=len(ids), unit="rows") as advance:
-            written = neighbours.export(opened[0], names, export, ids, advance)
-        scored.append(written)
-        if not as_json:
-            emit(written, view_export, False)
-    if as_json and scored:
-        emit_json(scored[0] if len(scored) == 1 else scored)
+            written = neighbours.export(rows, names, export, ids, advance)
+        show(written, view_export)
+    if as_json and results:
+        emit_json(results[0] if len(results) == 1 else results)
     if plot:
         from llmcli.neighbours_plot import draw
 
-        draw(answers, opened[0], plot)
+        draw([answer for answer in answers if isinstance(answer, neighbours.Answer)], rows, plot)
     if stdin:
-        for line in sys.stdin:
-            word = line.rstrip("\r\n")
-            if word:
-                found = ask(neighbours.token_queries(names, [word]))
-                if as_json:
-                    emit_json(found[0], indent=False)
-                else:
-                    emit(found, lambda shown: view(shown, metric), False)
+        _answer_lines(names, ask, metric, as_json)
+
+
+def _among(file: Path, names: Names, count: int) -> Ids:
+    """The rows that a file names, those that have a token; what is not one token is said."""
+    from llmcli.neighbours import read_among
+
+    ids, unknown = read_among(file, names)
+    if unknown:
+        shown = ", ".join(map(repr, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
+        warn(f"{file}: {len(unknown)} lines are not one token and are left out: {shown}")
+    return ids[ids < count]
+
+
+def _answer_lines(names: Names, ask: Callable[..., list[Any]], metric: str, as_json: bool) -> None:
+    """Answer each line of standard input at once. A line that is no token is said, and the next one answered."""
+    from llmcli.errors import LlmcliError
+    from llmcli.neighbours import token_queries
+
+    failed = False
+    for line in sys.stdin:
+        word = line.rstrip("\r\n")
+        if not word:
+            continue
+        try:
+            answers = ask(token_queries(names, [word]))
+        except LlmcliError as refusal:
+            failed = True
+            if as_json:
+                emit_json({"query": {"token": word, "id": None}, "error": refusal.message}, indent=False)
+            else:
+                error(refusal)
+            continue
+        if as_json:
+            emit_json(answers[0], indent=False)
+        else:
+            emit(answers, lambda shown: view(shown, metric), False)
+    if failed:
+        raise typer.Exit(1)
 
 
 def _queries(
@@ -216,7 +226,7 @@ def _queries(
     return queries + [neighbours.analogy_query(names, sum) for sum in analogies]
 
 
-def _say_left_out(names: Names, opened: Iterable[Rows], all_rows: bool) -> None:
+def _say_left_out(opened: Iterable[Rows], all_rows: bool) -> None:
     for rows in opened:
         if number := len(rows.unusable()):
             kind = "zero, the mean itself" if rows.mean is not None else "zero"
