@@ -273,6 +273,22 @@ def test_rows_without_a_token_are_never_produced() -> None:
     assert min(raw) >= 257  # they would have been
 
 
+def test_an_end_token_ends_the_text_and_is_no_part_of_it() -> None:
+    made = wild(family="gpt2", head_bias=True, vocab_size=257, num_kv_heads=None, hidden_dim=None)
+    with torch.no_grad():  # an a, or in one case of ten the end
+        made.output_projection.weight.zero_()  # type: ignore[union-attr, operator]
+        made.output_projection.bias.fill_(-100)  # type: ignore[union-attr, operator]
+        made.output_projection.bias[[97, 256]] = torch.tensor([9.0, 1.0]).log()  # type: ignore[union-attr, index]
+    lengths = set()
+    for seed in range(8):
+        pieces = list(complete(made, tokens.bytes_tokenizer(), [[65]], Sampling(seed=seed, temperature=1)))
+        assert [piece.id for piece in pieces] == [97] * (len(pieces) - 1) + [256]
+        assert [piece.text for piece in pieces] == ["a"] * (len(pieces) - 1) + [""]
+        assert [piece.finish for piece in pieces] == [None] * (len(pieces) - 1) + ["stop"]
+        lengths.add(len(pieces))
+    assert max(lengths) > 2
+
+
 def test_non_finite_logits_stop_with_the_step_and_the_cause() -> None:
     made = wild()
     stream = generate(made, [[1, 2]], Sampling(temperature=0))
