@@ -29,6 +29,8 @@ from llmcli.layers import (
 )
 from llmcli.model import Decoder
 
+KNOWN = (Block, NormAfterSumBlock)
+
 Rows = Callable[[Tensor], Tensor]
 """A function of rows, (B, in) -> (B, out)."""
 
@@ -36,13 +38,19 @@ Rows = Callable[[Tensor], Tensor]
 class Step:
     """The logits (B, V) after one new id in each of B rows; `cache` has seen the rows so far and sees the new ids.
 
-    A part of a block that is not known here is called as the module it is, so every model can be decoded.
+    A part that is not known here is called as the module it is, and with an unknown kind of block the whole model is:
+    every model can be decoded. Forward hooks see nothing of what is written flat.
     """
 
     @torch.inference_mode()
     def __init__(self, model: Decoder, cache: Sequence[LayerCache], batch: int) -> None:
         self._model = model
         self._cache = cache
+        self._flat = all(
+            type(block) in KNOWN and type(cast(Block, block).attention) is Attention for block in model.blocks
+        )
+        if not self._flat:
+            return
         self._embeddings = model.token_embeddings.weight.detach()
         self._scale = model.token_embeddings.scale if model.token_embeddings.scaled else None
         self._learned = None if model.position_embeddings is None else model.position_embeddings.weight.detach()
@@ -59,6 +67,8 @@ class Step:
     @torch.inference_mode()
     def __call__(self, ids: Tensor) -> Tensor:
         """Logits (B, V) after `ids` (B,). Raises UsageError for a position past the last learned one."""
+        if not self._flat:
+            return self._model.scores(self._model.hidden(ids[:, None], self._cache)[:, -1])
         x = self._x
         torch.index_select(self._embeddings, 0, ids, out=x)
         if self._scale is not None:
@@ -180,8 +190,6 @@ def _block(block: Block, cache: LayerCache, x: Tensor, turns: _Turns) -> Callabl
         attend = _attention(block.attention, cache, x, turns, adding=True)
         feed = _feed_forward(block.feed_forward, x, adding=True)
         return lambda: x.copy_(before_feed(feed(x.copy_(before_attention(attend(x))))))
-    if type(block) is not Block:
-        raise NotImplementedError(f"llmcli.decode does not know {type(block).__name__}")
     attend = _attention(block.attention, cache, x, turns, adding=norms[1] is None)
     feed = _feed_forward(block.feed_forward, x, adding=norms[3] is None)
 

@@ -11,7 +11,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -26,12 +26,12 @@ from torch import Tensor
 
 from llmcli import checkpoint, cli, output
 from llmcli import tokenizer as tokens
-from llmcli.cache import new_cache
+from llmcli.cache import LayerCache, new_cache
 from llmcli.config import ModelConfig
 from llmcli.decode import Step
 from llmcli.errors import LlmcliError, TokenizerError, UsageError
 from llmcli.generate import NonFiniteLogits, Sampling, Text, complete, generate
-from llmcli.layers import RMSNorm
+from llmcli.layers import Block, RMSNorm, Rope
 from llmcli.model import Decoder, build
 from llmcli.tokenizer import Tokenizer
 
@@ -109,6 +109,21 @@ def test_the_flat_step_computes_what_the_model_does(model: Decoder, rows: int, p
     step = Step(model, layers, rows)
     for position in range(prefilled, 60):
         assert_close(step(ids[:, position]), wanted[:, position])
+
+
+@torch.inference_mode()
+def test_a_block_of_a_kind_that_is_not_known_is_called_as_it_is() -> None:
+    class Doubled(Block):
+        def forward(self, x: Tensor, ropes: Mapping[str, Rope], cache: LayerCache | None) -> Tensor:
+            return 2 * super().forward(x, ropes, cache)
+
+    made, ids = wild(), some_ids(2, 20)
+    before = made(ids)
+    made.blocks[0].__class__ = Doubled
+    wanted, layers = made(ids), new_cache(made.config)
+    assert (wanted - before).abs().max() > 0.1
+    step = Step(made, layers, 2)
+    assert_close(torch.stack([step(ids[:, n]) for n in range(20)], 1), wanted)
 
 
 @torch.inference_mode()
