@@ -128,7 +128,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     leads from there to `min_lr` at `schedule_steps` (None: `max_steps`); `wsd` stays at `lr` until the last
     `decay_fraction` of them. An evaluation reads as much of the validation text as `eval_batches` steps would (0: all);
     `save_every` None saves at each. `keep` so many older checkpoints besides the last, `patience` so many evaluations
-    without a better one (0: no limit), `time_limit` in seconds (0: none).
+    without a better one (0: no limit), `time_limit` in seconds (0: none). `auto` finds the device, the precision and
+    whether to compile by what is faster here; several processes are `ddp` unless told to be `fsdp`.
     """
 
     context: Size | None = None

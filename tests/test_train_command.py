@@ -160,6 +160,16 @@ def test_a_second_signal_leaves_at_once(recipe: Path, tmp_path: Path, monkeypatc
     process.stderr.close()
 
 
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_before_there_is_anything_to_save_a_signal_ends_at_once(number: int, code: int) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as caught, command.interruptible():
+        signal.raise_signal(number)
+        time.sleep(1)
+    assert caught.value.code == code
+    assert signal.getsignal(number) == before
+
+
 def kill_and_resume(recipe: Path, tmp_path: Path, times: int, seed: int) -> None:
     """Kill a run at random moments; each time its checkpoints must load; in the end it is the undisturbed run."""
     out, draw = tmp_path / "killed", random.Random(seed)
