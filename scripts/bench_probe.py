@@ -2,7 +2,7 @@
 """The ten nearest rows of a large embedding, against gensim, faiss and torch in the same run.
 
     .venv/bin/python scripts/bench_probe.py [--rounds 5] [--rows 256000] [--width 2048] [--peers-python PYTHON]
-                                            [--retries 3] [--later 8] [--folder DIR] [--json FILE]
+                                            [--retries 3] [--later 8] [--only NAME ...] [--folder DIR] [--json FILE]
 
 One bfloat16 matrix in a safetensors file, warm in the page cache. Each contestant is a new process that answers one
 query and then several others: "first" is from the start of the process to its first answer, "later" the median of the
@@ -231,6 +231,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--retries", type=int, default=3, help="how often a disturbed run is repeated")
     parser.add_argument("--later", type=int, default=8, help="further queries in a process")
+    parser.add_argument("--only", nargs="+", choices=list(CONTESTANTS), help="these contestants alone")
     parser.add_argument("--peers-python", default=sys.executable, help="the interpreter that has gensim and faiss")
     parser.add_argument("--folder", type=Path, help="where the matrix is made (1 GB; default: a temporary place)")
     parser.add_argument("--json", type=Path, help="write the figures here too")
@@ -243,7 +244,8 @@ def main() -> None:
         pythons = {
             name: sys.executable if name.startswith("llmcli") else arguments.peers_python for name in CONTESTANTS
         }
-        there = [name for name in CONTESTANTS if name not in NEEDS or has(pythons[name], NEEDS[name])]
+        asked_for = arguments.only or list(CONTESTANTS)
+        there = [name for name in asked_for if name not in NEEDS or has(pythons[name], NEEDS[name])]
         head = f"import json\nFOLDER, NAME, K, IDS = {str(folder)!r}, 'model.embed_tokens.weight', {K}, {ids}\n"
         commands = {name: [pythons[name], "-c", head + CONTESTANTS[name] + RUN] for name in there}
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in there}
