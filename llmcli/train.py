@@ -20,10 +20,9 @@ from typing import Any, cast
 
 import msgspec
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmcli import checkpoint, costs, data, distributed, families, loss, params, tensors, tokenizer
+from llmcli import checkpoint, compute, costs, data, distributed, families, loss, params, tensors, tokenizer
 from llmcli import model as models
 from llmcli.config import Recipe, TrainConfig
 from llmcli.data import Data, Progress
@@ -140,6 +139,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     data: str
     tokenizer: str
     recipe: Recipe
+    way: compute.Way | None = None
 
 
 def train(
@@ -158,7 +158,9 @@ def train(
     with joined(recipe.train.device) as processes, claimed(out, resume, processes):
         with processes.in_turn(processes.local == 0):  # the first process of a machine tokenises, the others find it
             text = yield from data.prepare(recipe.data, recipe.model.vocab_size, out / "cache")
-        yield from loop(Run(recipe, out, text, processes, resume, init_from), stop)
+        run = Run(recipe, out, text, processes, resume, init_from)
+        yield from run.settle()
+        yield from loop(run, stop)
 
 
 def loop(run: Run, stop: Callable[[], str | None]) -> Iterator[Event]:
@@ -207,6 +209,8 @@ def dry_run(recipe: Recipe, *, init_from: Path | None = None, steps: int = 2) ->
     with joined(recipe.train.device) as processes, tempfile.TemporaryDirectory() as folder:
         text = data.finished(data.prepare(recipe.data, recipe.model.vocab_size, Path(folder)))
         run = Run(recipe, Path(folder), text, processes, False, init_from)
+        for _ in run.settle():
+            pass
         config, size = run.config, run.config.batch_size * processes.count
         for step in range(1 + steps):
             if step == 1:  # the first step also sets things up
@@ -263,31 +267,10 @@ class Objective(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:  # (B, T), (B, T) -> summed loss in nats, float32
         hidden = self.model.hidden(inputs)
-        if self.model.config.logit_softcap is not None:
-            return F.cross_entropy(self.model.scores(hidden).flatten(0, 1).float(), targets.flatten(), reduction="sum")
         head = self.model.output_projection
         weight = self.model.token_embeddings.weight if head is None else head.weight
-        return loss.cross_entropy(hidden, weight, None if head is None else head.bias, targets)
-
-
-class Prepared(msgspec.Struct, frozen=True):
-    """How a step computes: `loss_of(inputs, targets)` is the summed loss of a micro-batch."""
-
-    loss_of: Callable[[Tensor, Tensor], Tensor]
-    precision: str
-    compiled: bool
-
-
-def prepare(objective: nn.Module, config: TrainConfig, device: torch.device) -> Prepared:
-    """The precision, attention and compilation that pay for this model on this device, as the config allows."""
-    if config.precision == "bf16":
-
-        def in_bf16(inputs: Tensor, targets: Tensor) -> Tensor:
-            with torch.autocast(device.type, torch.bfloat16):
-                return cast(Tensor, objective(inputs, targets))
-
-        return Prepared(in_bf16, "bf16", False)
-    return Prepared(objective, "fp32", False)
+        bias = None if head is None else head.bias
+        return loss.cross_entropy(hidden, weight, bias, targets, softcap=self.model.config.logit_softcap)
 
 
 class Run:
@@ -327,12 +310,26 @@ class Run:
         self.optimizer, self.groups = make_optimizer(self.model, self.config)
         if source:
             read_moments(source / MOMENTS, self.model, self.optimizer)
-        self.prepared = prepare(self.objective, self.config, self.device)
         self.flops = costs.flops(recipe.model, context=self.context).training
-        self.peak = matmul_peak(self.device, self.prepared.precision)
         self.spent, self.since = 0.0, 0  # seconds and tokens of training since the last report
         if processes.first:
             clean_metrics(out / METRICS, self.state.step)
+
+    def settle(self) -> Iterator[Event]:
+        """Choose how steps are computed: as before in a run that goes on, else by measuring."""
+        config, known = self.config, self.state.way
+        if self.processes.count > 1 and known is None:
+            sizes = compute.median_sizes(self.objective)
+            faster = compute.bf16_is_faster(self.device, config.batch_size * self.context, sizes)
+            known = compute.Way(
+                "bf16" if self.processes.agree("bf16" if faster else None, ("bf16",)) else "fp32", False
+            )
+        rounds = (config.max_steps - self.state.step) * self.accumulation
+        batch = self.batch(self.state.step, 0)
+        self.prepared, notes = yield from compute.prepare(self.objective, config, self.device, batch, rounds, known)
+        self.notes += notes
+        self.state = msgspec.structs.replace(self.state, way=self.prepared.way)
+        self.peak = matmul_peak(self.device, self.prepared.way.precision)
 
     def update(self, step: int) -> tuple[float, float, float]:
         """One step: the mean loss, the gradient's norm before clipping, the learning rate.
@@ -375,7 +372,7 @@ class Run:
     def evaluate(self, step: int, windows: int | None = None) -> Eval:
         """The loss on the validation text: on all of it, or always on the same windows of it."""
         self.peak = max(
-            self.peak, matmul_peak(self.device, self.prepared.precision)
+            self.peak, matmul_peak(self.device, self.prepared.way.precision)
         )  # others may have been busy before
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64)  # loss and tokens
@@ -465,8 +462,8 @@ class Run:
             validation_tokens=len(self.text.validation),
             step_tokens=self.step_tokens,
             device=str(self.device),
-            precision=self.prepared.precision,
-            compiled=self.prepared.compiled,
+            precision=self.prepared.way.precision,
+            compiled=self.prepared.way.compiled,
             processes=self.processes.count,
             groups=self.groups,
             notes=tuple(map(printable, self.notes)),
@@ -800,7 +797,7 @@ def locked(out: Path, resume: bool) -> Iterator[None]:
         file.write(f"{os.getpid()}\n")
         file.flush()
         tidy(out)
-        if not resume and any((out / name).exists() for name in ("last", "best", METRICS)):
+        if not resume and any((out / name).exists() for name in ("last", "best")):
             raise UsageError(
                 f"{out}: holds a run already", "Go on with it (--resume), or choose another folder: --out."
             )

@@ -17,7 +17,7 @@ import transformers
 from hf import make
 from safetensors.torch import load_file
 
-from llmcli import checkpoint, data, families, load_model, load_tokenizer, tokenizer, train
+from llmcli import checkpoint, compute, data, families, load_model, load_tokenizer, tokenizer, train
 from llmcli.config import DataConfig, ModelConfig, Recipe, TrainConfig
 from llmcli.errors import CheckpointError, ConfigError, DataError, LlmcliError, TrainingError, UsageError
 from llmcli.train import Done, Eval, Event, Sample, Saved, Start, Step
@@ -486,7 +486,7 @@ def test_weights_of_another_tokenizer_model_or_tie_are_refused(text: Path, tmp_p
 def test_the_first_number_that_is_not_finite_stops_the_run_with_its_step(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    made, real = recipe(text, eval_every=2), train.prepare
+    made, real = recipe(text, eval_every=2), compute.prepared
     asked = 0
 
     def broken(objective: Any, *rest: Any) -> Any:
@@ -508,7 +508,7 @@ def test_the_first_number_that_is_not_finite_stops_the_run_with_its_step(
 
         return msgspec.structs.replace(prepared, loss_of=loss_of)
 
-    monkeypatch.setattr(train, "prepare", broken)
+    monkeypatch.setattr(compute, "prepared", broken)
     steps: list[Step] = []
     message = {"loss": "step 5: the loss is nan", "gradient": "step 5: the gradient's norm is (inf|nan)"}
     message |= {"evaluation": "step 6: the validation loss is inf"}
