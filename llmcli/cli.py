@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+import signal
 import sys
 from typing import Annotated, Any
 
@@ -49,7 +50,24 @@ def top(
 
 def main() -> None:
     """The console script: run the command line and exit with 0, 1 (failure), 2 (usage) or 130 (interrupted)."""
+    signal.signal(signal.SIGINT, interrupt)
+    if sys.stdout is None or sys.stderr is None:  # the shell has closed it (>&-)
+        nowhere = open(os.devnull, "w")  # noqa: SIM115 (it stays open to the end)
+        sys.stdout, sys.stderr = sys.stdout or nowhere, sys.stderr or nowhere
     sys.exit(run(sys.argv[1:]))
+
+
+def interrupt(number: int, frame: object) -> None:
+    """Ctrl-C as Python knows it; but an exception raised while torch is being imported can be lost on its way."""
+    spec = getattr(sys.modules.get("torch"), "__spec__", None)
+    if getattr(spec, "_initializing", False):
+        os._exit(INTERRUPTED)
+    raise KeyboardInterrupt
+
+
+def _silence_stdout() -> None:
+    """Let what is still buffered go nowhere, so that the interpreter does not complain at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run(arguments: list[str]) -> int:
@@ -67,8 +85,12 @@ def run(arguments: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except BrokenPipeError:  # the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence_stdout()
         return 0
+    except OSError as error:
+        _silence_stdout()
+        output.error(LlmcliError(f"the system refused: {error}", "Check the disk's free space and the permissions."))
+        return 1
     except Exception as error:
         if hasattr(error, "format_message"):  # Typer's own complaint about the command line
             context = getattr(error, "ctx", None)

@@ -21,7 +21,8 @@ from llmcli.errors import ConfigError, UsageError
 Size = Annotated[int, Meta(ge=1, le=100_000_000)]
 Layers = Annotated[int, Meta(ge=0, le=10_000)]
 Probability = Annotated[float, Meta(ge=0.0, lt=1.0)]
-Positive = Annotated[float, Meta(gt=0.0)]
+Positive = Annotated[float, Meta(gt=0.0, le=1e300)]  # no infinity: JSON cannot hold it
+NotNegative = Annotated[float, Meta(ge=0.0, le=1e300)]
 
 
 class RopeScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -137,7 +138,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     accumulation: Size = 1
     max_steps: Annotated[int, Meta(ge=0)] = 1000
     lr: Positive = 1e-3
-    min_lr: Annotated[float, Meta(ge=0.0)] = 1e-4
+    min_lr: NotNegative = 1e-4
     warmup_steps: Annotated[int, Meta(ge=0)] = 100
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     schedule_steps: Size | None = None
@@ -145,9 +146,9 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     beta1: Probability = 0.9
     beta2: Probability = 0.95
     epsilon: Positive = 1e-8
-    weight_decay: Annotated[float, Meta(ge=0.0)] = 0.1
+    weight_decay: NotNegative = 0.1
     decay_embeddings: bool = True
-    grad_clip: Annotated[float, Meta(ge=0.0)] = 1.0
+    grad_clip: NotNegative = 1.0
     eval_every: Size = 100
     eval_batches: Annotated[int, Meta(ge=0)] = 20
     save_every: Size | None = None
@@ -157,7 +158,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     log_every: Size = 10
     keep: Annotated[int, Meta(ge=0)] = 0
     patience: Annotated[int, Meta(ge=0)] = 0
-    time_limit: Annotated[float, Meta(ge=0.0)] = 0.0
+    time_limit: NotNegative = 0.0
     seed: Annotated[int, Meta(ge=0)] = 1337
     device: str = "auto"
     precision: Literal["auto", "fp32", "bf16"] = "auto"

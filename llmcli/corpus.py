@@ -91,6 +91,8 @@ def find(paths: str | Iterable[str] | None, field: str = "text", encoding: str =
             raise DataError(f"unknown encoding '{encoding}'", "For example: utf-8, cp1252, latin-1, utf-16.") from None
     files: dict[Path, None] = {}
     for name in [paths] if isinstance(paths, str) else paths or ():
+        if not name.strip():
+            raise DataError("an empty name: no text is meant by it", "Give a file, a folder or a pattern.")
         path = Path(name).expanduser()
         if path.is_dir():
             found = [file for file in _walk(path) if _kind(file) in (*PLAIN, *LINES, *TABLES)]

@@ -57,8 +57,12 @@ class Decoder(nn.Module):
     def forward(self, ids: Tensor, cache: Sequence[Cache] | None = None) -> Tensor:
         """Logits (B, T, V) of ids (B, T); with a cache, ids are the positions that follow those it has seen.
 
-        Raises UsageError for an id outside the vocabulary, or a position past the last learned one.
+        Raises UsageError for what is no (B, T) of ids, an id outside the vocabulary, or a position past the last
+        learned one.
         """
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
+            got = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+            raise UsageError(f"ids are {got}, not whole numbers (B, T)", "For one text: torch.tensor([ids]).")
         self.check_ids(ids)
         return self.scores(self.hidden(ids, cache))
 

@@ -211,7 +211,8 @@ def take(target: str | Path, *, revision: str | None = None, offline: bool = Fal
     """
     from llmcli import targets
 
-    path, repo = Path(target), targets.repo_id(target, revision)
+    repo = targets.repo_id(target, revision)
+    path = Path(target)
     notes: list[str] = []
     if repo or path.is_dir() or (path.is_file() and path.suffix == ".safetensors"):
         if path.is_dir() and not repo and not any(next(path.glob(pattern), None) for pattern in WEIGHTS):

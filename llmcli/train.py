@@ -22,7 +22,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from llmcli import checkpoint, compute, costs, data, distributed, families, loss, params, tensors, tokenizer
+from llmcli import checkpoint, compute, costs, data, distributed, families, hf_config, loss, params, tensors, tokenizer
 from llmcli import model as models
 from llmcli.config import Recipe, TrainConfig
 from llmcli.data import Data, Progress
@@ -554,6 +554,11 @@ def fitted(recipe: Recipe, by: Tokenizer, notes: list[str]) -> Recipe:
             path = whole_path(value) if isinstance(value, str) else tuple(map(whole_path, value))
             text = msgspec.structs.replace(text, **{key: path})
     config = families.complete(config)
+    if reasons := hf_config.private_reasons(config):
+        notes.append(
+            f"transformers has no such {config.family}: {', '.join(reasons)}. The checkpoints open here, not there "
+            f"(model_type {hf_config.PRIVATE}{config.family})"
+        )
     context = recipe.train.context or min(config.max_position_embeddings, 1024)
     if context > config.max_position_embeddings:
         raise ConfigError(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -104,6 +106,42 @@ def test_a_locale_without_utf8_is_no_obstacle() -> None:
     result = llmcli("count-params", "gpt1", "mixtral-8x7b", LC_ALL="C", PYTHONIOENCODING="ascii")
     assert result.returncode == 0
     assert "46,702,792,704" in result.stdout
+
+
+@pytest.mark.parametrize(("end", "code", "said"), [(">&-", 0, ""), ("2>&-", 0, ""), (">/dev/full", 1, "No space left")])
+def test_a_closed_or_full_output_is_no_fault_of_ours(end: str, code: int, said: str) -> None:
+    run = f"{sys.executable} -m llmcli count-params gpt2 --json {end}"
+    result = subprocess.run(["bash", "-c", run], capture_output=True, text=True, timeout=60)
+    assert result.returncode == code
+    assert said in result.stderr
+    assert "fault in llmcli" not in result.stderr
+    assert "Exception ignored" not in result.stderr
+
+
+@pytest.mark.parametrize("initializing", [True, False])
+def test_an_interrupt_while_torch_is_imported_is_not_lost(monkeypatch: pytest.MonkeyPatch, initializing: bool) -> None:
+    spec = importlib.machinery.ModuleSpec("torch", None)
+    spec._initializing = initializing  # type: ignore[attr-defined]
+    module = types.ModuleType("torch")
+    module.__spec__ = spec
+    monkeypatch.setitem(sys.modules, "torch", module)
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    with pytest.raises(SystemExit if initializing else KeyboardInterrupt):
+        cli.interrupt(2, None)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["count-params", ""], ["load-hf", ""], ["generate", " "], ["train", "--data", ""]]
+)
+def test_an_empty_name_does_not_mean_the_working_folder(arguments: list[str], tmp_path: Path) -> None:
+    result = llmcli(*arguments, *(["--out", tmp_path / "out"] if arguments[0] == "train" else []))
+    assert result.returncode in (1, 2)
+    assert "name" in result.stderr
+    assert "fault in llmcli" not in result.stderr
 
 
 def test_a_closed_pipe_is_no_error() -> None:

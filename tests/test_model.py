@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import llmcli
 from llmcli import checkpoint, families, load_model
 from llmcli.cache import new_cache
 from llmcli.config import ModelConfig
-from llmcli.errors import ConfigError, UsageError
+from llmcli.errors import ConfigError, LlmcliError, UsageError
 from llmcli.layers import TokenEmbeddings
 from llmcli.model import Decoder, build
 
@@ -205,6 +206,21 @@ def test_one_sgd_step_on_a_loaded_tied_model_moves_both_uses(tmp_path: Path) -> 
 def test_an_id_outside_the_vocabulary_is_refused_with_its_value(wrong: int) -> None:
     with pytest.raises(UsageError, match=rf"token id {wrong} .* vocab_size is 32"):
         build(LLAMA)(torch.tensor([[1, wrong]]))
+
+
+@pytest.mark.parametrize(
+    "ids", [[1, 2], torch.tensor([1, 2]), torch.tensor([[0.5]]), torch.zeros(1, 2, dtype=torch.uint8)]
+)
+def test_what_is_no_batch_of_ids_is_refused(ids: object) -> None:
+    with pytest.raises(UsageError, match=r"not whole numbers \(B, T\)"):
+        build(LLAMA)(ids)
+
+
+def test_a_name_that_is_no_name_is_refused_by_the_api() -> None:
+    for call in (load_model, llmcli.load_tokenizer, llmcli.read_config, llmcli.count):
+        for target in (None, 3, ""):
+            with pytest.raises(LlmcliError, match="not a name"):
+                call(target)  # type: ignore[arg-type]
 
 
 def test_learned_positions_end_with_a_message_cached_or_not() -> None:

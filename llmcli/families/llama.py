@@ -66,7 +66,11 @@ HF_DEFAULTS = {
     "norm_eps": 1e-6,
     "rope_theta": 10000.0,
 }
-DEFAULTS = {"hidden_dim": lambda config: 8 * config.embed_dim // 3, "norm_eps": 1e-6, "rope_theta": 10000.0}
+DEFAULTS = {
+    "hidden_dim": lambda config: max(8, config.embed_dim // 3 * 8),  # about 8/3 d, and a multiple of 8 for fast kernels
+    "norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+}
 
 
 def block(config: ModelConfig, layer: int) -> Block:
