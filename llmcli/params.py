@@ -211,8 +211,7 @@ def take(target: str | Path, *, revision: str | None = None, offline: bool = Fal
     """
     from llmcli import targets
 
-    repo = targets.repo_id(target, revision)
-    path = Path(target)
+    path, repo = Path(targets.named(target)), targets.repo_id(target, revision)
     notes: list[str] = []
     if repo or path.is_dir() or (path.is_file() and path.suffix == ".safetensors"):
         if path.is_dir() and not repo and not any(next(path.glob(pattern), None) for pattern in WEIGHTS):

@@ -31,7 +31,7 @@ def repo_id(target: str | Path, revision: str | None = None) -> RepoId | None:
     A path that exists is local, whatever it looks like, and so is one in a folder that exists: `runs/bset` beside
     `runs/best` is a slip, not a repository. Raises UsageError where `revision` does not go with the target.
     """
-    text = _named(target)
+    text = str(target)
     found = _REPO.fullmatch(text.removeprefix(HUB))
     here = not text.startswith(HUB) and os.path.isdir(text.partition("/")[0])
     if found is None and text.startswith(HUB):
@@ -52,7 +52,7 @@ def read_config(target: str | Path, *, revision: str | None = None, offline: boo
     Of a repository on the Hub only config.json is fetched. Raises UsageError when nothing of that name exists, and
     ConfigError when it cannot be read.
     """
-    path = Path(_named(target))
+    path = Path(named(target))
     if path.is_dir():
         return read_hf_config(path).config
     if path.is_file():
@@ -98,7 +98,7 @@ def find_checkpoint(target: str | Path, *, revision: str | None = None, offline:
     With `offline` the network is not touched. Raises UsageError when there is none of that name, CheckpointError when
     it cannot be had.
     """
-    repo = repo_id(target, revision)
+    repo = repo_id(named(target), revision)
     if repo:
         return hub.fetch(repo, offline)
     return _existing(target)
@@ -109,14 +109,14 @@ def read_headers(target: str | Path, *, revision: str | None = None, offline: bo
 
     Raises as `find_checkpoint` does, and CheckpointError for damaged files.
     """
-    repo = repo_id(target, revision)
+    repo = repo_id(named(target), revision)
     if repo:
         return hub.fetch_headers(repo, offline)
     path = _existing(target)
     return Headers(path, tensors.read_checkpoint(path), here=True)
 
 
-def _named(target: str | Path) -> str:
+def named(target: str | Path) -> str:
     """The target as text. An empty name would mean the working folder, and anything but a name nothing at all."""
     if not isinstance(target, (str, Path)) or not str(target).strip():
         raise UsageError(f"{target!r}: not a name", "Give a path, a preset's name, or org/name on the Hub.")
