@@ -41,6 +41,17 @@ OVERLAPPING = """all => {
     ...(out(p) ? [a] : []),
     ...boxes.slice(n + 1).filter(([, q]) => meet(p, q)).map(([b]) => `${a} ${b}`)]);
 }"""
+# Lines of the map that run over a box which they neither leave nor reach.
+CROSSING = """all => {
+  const nodes = [...document.querySelectorAll('#canvas .node:not(.matrix)')];
+  const boxes = nodes.map(one => [one.dataset.stage, one.querySelector('rect.box').getBBox()]);
+  const inside = (p, q) => p.x > q.x + 1 && p.x < q.x + q.width - 1 && p.y > q.y + 1 && p.y < q.y + q.height - 1;
+  return all.flatMap(edge => boxes.filter(([name, box]) => {
+    if (name === edge.dataset.from || name === edge.dataset.to) return false;
+    for (let at = 0; at <= edge.getTotalLength(); at += 3) if (inside(edge.getPointAtLength(at), box)) return true;
+    return false;
+  }).map(([name]) => `${edge.dataset.from} to ${edge.dataset.to} over ${name}`));
+}"""
 # Nodes of the map whose texts run into each other.
 CROSSED = """all => all.flatMap(node => {
   const texts = [...node.querySelectorAll('text')].map(one => one.getBoundingClientRect());
@@ -338,6 +349,7 @@ def test_the_map_has_the_stages_of_the_model_and_no_others(kind: str, tab: Page,
     expect(boxes).to_have_count(len(names))
     # Every box stands apart from every other, and inside the picture.
     assert boxes.evaluate_all(OVERLAPPING) == []
+    assert tab.locator("#canvas .edge").evaluate_all(CROSSING) == []
     edges = tab.locator("#canvas .edge[data-to]").evaluate_all(
         "all => all.map(one => [one.dataset.from, one.dataset.to])"
     )
@@ -521,6 +533,11 @@ def test_text_stands_out_from_its_ground(scheme: Any, tab: Page, urls: Any) -> N
     tab.click("#lens")
     tab.locator("#lens-table").wait_for()
     assert tab.evaluate(CONTRAST) == []
+    load(tab, urls("tied"), "logits")
+    assert tab.evaluate(CONTRAST) == []
+    tab.locator("#canvas .matrix").click()
+    wait(tab, "token_embeddings.weight", 0)
+    assert tab.evaluate(CONTRAST) == []
 
 
 def test_the_theme_can_be_chosen_and_colours_follow(tab: Page, urls: Any) -> None:
@@ -652,6 +669,11 @@ def test_the_file_reads_the_same_with_the_network_off(kind: str, tab: Page, labs
             want = one.recorded(text.id, 3).tensors[stage].numpy()
             assert fact(tab, "shape") == "×".join(map(str, want.shape))
             np.testing.assert_array_equal(window(tab), want[0][:12])
+            words = [one.token(id).text for id in one.text(text.id).ids]
+            axis = "row" if stage == "blocks.0.keys" else "col"
+            labels = tab.locator(f"#values th[scope={axis}]").all_inner_texts()
+            seen = range(len(words) - want.shape[1 if axis == "row" else 2], len(words))
+            assert labels == [f"{words[place]} {place}" for place in seen]
         tab.locator("#steps [data-pass='0']").click()
         choose(tab, "embed")
         token = one.recorded(text.id, 0).ids[-1]
