@@ -36,7 +36,7 @@ STATE, MOMENTS = "training.json", "training.safetensors"
 
 METRICS = "metrics.jsonl"
 
-REASONS = ("no improvement", "time limit", "finished", "SIGINT", "SIGTERM")
+REASONS = ("no improvement", "time limit", "finished", "SIGHUP", "SIGINT", "SIGTERM")
 """Why a run ends; where processes disagree, what stands later holds."""
 
 
@@ -158,13 +158,13 @@ def train(
     with joined(recipe.train.device) as processes, claimed(out, resume, processes):
         with processes.in_turn(processes.local == 0):  # the first process of a machine tokenises, the others find it
             text = yield from data.prepare(recipe.data, recipe.model.vocab_size, out / "cache")
-        run = Run(recipe, out, text, processes, resume, init_from)
-        yield from run.settle()
-        yield from loop(run, stop)
+        # Nothing here keeps the run: what holds on to other processes must be gone before their connections are.
+        yield from loop(Run(recipe, out, text, processes, resume, init_from), stop)
 
 
 def loop(run: Run, stop: Callable[[], str | None]) -> Iterator[Event]:
     """Step after step until there is a reason to end: evaluate, save and report when it is time."""
+    yield from run.settle()
     config, state, told = run.config, run.state, run.told
     first = state.step
     yield told(run.start())
@@ -313,7 +313,7 @@ class Run:
         self.flops = costs.flops(recipe.model, context=self.context).training
         self.spent, self.since = 0.0, 0  # seconds and tokens of training since the last report
         if processes.first:
-            clean_metrics(out / METRICS, self.state.step)
+            clean_metrics(out / METRICS, self.state.step if source else -1)
 
     def settle(self) -> Iterator[Event]:
         """Choose how steps are computed: as before in a run that goes on, else by measuring."""

@@ -160,6 +160,19 @@ def test_a_second_signal_leaves_at_once(recipe: Path, tmp_path: Path, monkeypatc
     process.stderr.close()
 
 
+def test_a_signal_that_was_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with command.interruptible() as interrupted:
+            interrupted()
+            signal.raise_signal(signal.SIGHUP)
+            assert interrupted() is None
+            signal.raise_signal(signal.SIGTERM)
+            assert interrupted() == "SIGTERM"
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_before_there_is_anything_to_save_a_signal_ends_at_once(number: int, code: int) -> None:
     before = signal.getsignal(number)

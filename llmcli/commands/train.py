@@ -53,7 +53,7 @@ TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBo
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Make a few steps, estimate time and memory, write nothing.")]
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="Show every value and where it comes from; stop.")]
 
-EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
+EXIT_CODES = {"SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143}
 NOT_GIVEN = "default"
 
 
@@ -153,9 +153,10 @@ def stored_recipe(folder: Path) -> tuple[str, dict[str, Any]] | None:
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], str | None]]:
-    """While the block runs, the first SIGINT or SIGTERM only leaves its name for who asks; a second one ends all.
+    """While the block runs, the first SIGINT, SIGTERM or SIGHUP only leaves its name for who asks; a second ends all.
 
-    Before anybody has asked there is nothing to save: then the first one ends all.
+    Before anybody has asked there is nothing to save: then the first one ends all. A signal that whoever started us
+    had ignored (nohup) stays ignored.
     """
     names: list[str] = []
     asked = False
@@ -177,7 +178,9 @@ def interruptible() -> Iterator[Callable[[], str | None]]:
 
     before: dict[int, Any] = {}
     with suppress(ValueError):  # outside the main thread there are no signals to catch
-        before |= {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        for number in [getattr(signal, name) for name in EXIT_CODES if hasattr(signal, name)]:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                before[number] = signal.signal(number, note)
     try:
         yield name
     finally:
