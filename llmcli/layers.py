@@ -13,10 +13,18 @@ from torch import Tensor, nn
 from llmcli.cache import Cache
 from llmcli.config import ModelConfig, RopeScaling
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU by its tanh formula (arXiv:1606.08415): x · (1 + tanh u) / 2, which is x · sigmoid(2u)."""
+    if torch.compiler.is_compiling():  # there sigmoid is several times as fast as tanh
+        return x * torch.sigmoid(math.sqrt(8 / math.pi) * x * (1 + 0.044715 * x * x))
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": gelu_tanh}
+
+MATMUL_KEYS = 1024
+"""Up to so many keys plain products replace a slow kernel: they keep all scores, which grow with the square."""
 
 
 class TokenEmbeddings(nn.Module):
@@ -212,7 +220,8 @@ class Attention(nn.Module):
             q, k = self.q_norm.over_parts(q), self.k_norm.over_parts(k)
         q, k, v = (part.view(batch, length, -1, self.head_size).transpose(1, 2) for part in (q, k, v))
         if self.rope:
-            q, k = rotate(q, ropes[self.rope]), rotate(k, ropes[self.rope])
+            # Under autocast cos and sin are float32; what they turn goes on in the type of the products.
+            q, k = (rotate(part, ropes[self.rope]).to(v.dtype) for part in (q, k))
         empty = None
         if cache is not None:
             k, v = cache.append(k, v)
@@ -224,9 +233,11 @@ class Attention(nn.Module):
         """What each query (B, Hq, T, D) takes from the values (B, Hkv, S, D) of the keys it sees: (B, Hq, T, D)."""
         queries, keys = q.shape[2], k.shape[2]
         dropout = self.dropout if self.training else 0.0
-        if self.softcap is not None:
+        # PyTorch's kernel for CPUs takes twice as long as plain products in bfloat16, forward and backward.
+        slow = q.device.type == "cpu" and q.dtype == torch.bfloat16 and torch.is_grad_enabled() and keys <= MATMUL_KEYS
+        if self.softcap is not None or slow:
             mask = visible(queries, keys, self.window, q.device, empty)
-            return capped_attention(q, k, v, mask, self.scale, self.softcap, dropout)
+            return matmul_attention(q, k, v, mask, self.scale, self.softcap, dropout)
         plain = queries == keys > 1 and (self.window is None or queries <= self.window) and empty is None
         # One position's queries of a group see the same keys: as rows of one head they read them once, not once each.
         by_group = queries == 1 and self.grouped
@@ -243,10 +254,10 @@ class Attention(nn.Module):
         return mixed.reshape(q.shape) if by_group else mixed
 
 
-def capped_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float, dropout: float
+def matmul_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float | None, dropout: float
 ) -> Tensor:
-    """Attention whose scores are soft-capped before the mask, which no fused kernel computes; shapes as in `mix`."""
+    """Attention by plain products; scores may be capped before the mask, as no fused kernel does. Shapes as in `mix`."""
     batch, heads, length, size = q.shape
     by_group = q.reshape(batch, k.shape[1], heads // k.shape[1], length, size)
     scores = softcap(torch.matmul(by_group, k.unsqueeze(2).mT) * scale, cap)
