@@ -257,7 +257,7 @@ class Attention(nn.Module):
 def matmul_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float | None, dropout: float
 ) -> Tensor:
-    """Attention by plain products; scores may be capped before the mask, as no fused kernel does. Shapes as in `mix`."""
+    """Attention by plain products; scores may be capped before the mask, as no fused kernel does. Shapes: `mix`."""
     batch, heads, length, size = q.shape
     by_group = q.reshape(batch, k.shape[1], heads // k.shape[1], length, size)
     scores = softcap(torch.matmul(by_group, k.unsqueeze(2).mT) * scale, cap)
