@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -585,6 +586,33 @@ def test_no_steps_is_a_run_too(text: Path, tmp_path: Path) -> None:
     fresh = train.models.build(families.complete(ModelConfig(**MODEL)), 1337)
     saved = load_model(tmp_path / "run" / "last").state_dict()
     assert same(dict(fresh.state_dict()), dict(saved))
+
+
+def test_an_evaluation_reads_as_much_as_it_is_told_to(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    real = data.held_out
+
+    def held_out(tokens: Any, context: int, batch: int, limit: int) -> Any:
+        asked.append(limit)
+        return real(tokens, context, batch, limit)
+
+    monkeypatch.setattr(data, "held_out", held_out)
+    for batches, accumulation in ((0, 1), (3, 1), (3, 2)):
+        made = recipe(text, max_steps=0, eval_batches=batches, accumulation=accumulation)
+        run(made, tmp_path / f"{batches}-{accumulation}")
+    assert asked == [0, 3 * 4, 3 * 4 * 2]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="two names change places in one step on Linux alone")
+def test_no_checkpoint_is_missing_at_any_moment(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    renamed: list[str] = []
+    real = Path.rename
+    monkeypatch.setattr(Path, "rename", lambda self, target: (renamed.append(Path(target).name), real(self, target))[1])
+    run(recipe(text, eval_every=2), tmp_path / "run")
+    # Each name is given once; from then on the new folder and the old change places.
+    assert [renamed.count(name) for name in ("best", "last", ".best.old", ".last.old")] == [1, 1, 0, 0]
 
 
 def test_two_runs_in_one_folder_are_refused(text: Path, tmp_path: Path) -> None:
