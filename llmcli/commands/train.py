@@ -96,13 +96,16 @@ def run(
         source = find_checkpoint(init_from)
     made = put_together(recipe, folder, options, settings or [], resume, source)
     if print_config:
-        emit(provenance(made), view_config, as_json)
+        if leads():
+            emit(provenance(made), view_config, as_json)
         return 0
 
     from llmcli import train
 
     if dry_run:
-        emit(train.dry_run(made.recipe, init_from=source), view_estimate, as_json)
+        estimate = train.dry_run(made.recipe, init_from=source)
+        if leads():
+            emit(estimate, view_estimate, as_json)
         return 0
     followers = list(followers_of(folder, plot, csv, tensorboard))
     with interruptible() as interrupted, shown(as_json) as show:
@@ -111,6 +114,11 @@ def run(
             for follow in followers:
                 follow(event)
     return EXIT_CODES.get(interrupted() or "", 0)
+
+
+def leads() -> bool:
+    """Whether this is the process that shows things, of several that torchrun started the first."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def put_together(
@@ -191,10 +199,9 @@ def interruptible() -> Iterator[Callable[[], str | None]]:
 def followers_of(folder: Path, plot: Path | None, csv: bool, tensorboard: bool) -> Iterator[Callable[[Event], None]]:
     """What else is written of a run, by the first process. Raises LlmcliError for what is not installed."""
     from llmcli import curves, train
-    from llmcli.distributed import rank
     from llmcli.plot import check
 
-    if rank() != 0:
+    if not leads():
         return
     if plot:
         picture = check(plot)
@@ -244,9 +251,7 @@ def tensorboard_writer(folder: Path) -> Callable[[Event], None]:
 @contextmanager
 def shown(as_json: bool) -> Iterator[Callable[[Event], None]]:
     """A function that shows events: as JSON, as plain lines in a pipe, live on a terminal. Only one process shows."""
-    from llmcli.distributed import rank
-
-    if rank() != 0:
+    if not leads():
         yield lambda event: None
     elif as_json:
         yield as_json_line
