@@ -169,7 +169,7 @@ def loop(run: Run, stop: Callable[[], str | None]) -> Iterator[Event]:
     first = state.step
     yield told(run.start())
     while True:
-        step, reason = state.step, run.processes.agree(stop() or run.over(state), REASONS)
+        step, reason = state.step, run.processes.agree(run.over(state) or stop(), REASONS)
         if step > first or config.max_steps == 0:  # what a resumed run starts with has been judged and saved
             if step % config.eval_every == 0 or reason == "finished":
                 value = run.evaluate(step)

@@ -326,6 +326,11 @@ def test_a_run_that_was_stopped_twice_is_bit_for_bit_the_run_that_was_not(
         assert lines(out) == lines(tmp_path / "whole")
 
 
+def test_a_run_that_is_stopped_at_its_end_is_judged_all_the_same(text: Path, tmp_path: Path) -> None:
+    events = run(recipe(text, max_steps=3), tmp_path / "run", stop=after(3))
+    assert of(events, Done)[0].reason == "finished" and of(events, Eval)[-1].step == 3
+
+
 def test_five_steps_and_five_are_ten_when_the_schedule_is_given(text: Path, tmp_path: Path) -> None:
     run(recipe(text, max_steps=10), tmp_path / "ten")
     run(recipe(text, max_steps=5, schedule_steps=10), tmp_path / "five")

@@ -16,7 +16,6 @@ import msgspec
 import typer
 
 from llmcli import output
-from llmcli.commands import AsJson
 from llmcli.config import Recipe as RecipeStruct
 from llmcli.errors import LlmcliError, UsageError
 from llmcli.output import emit, quantity, size, sparkline
@@ -50,6 +49,7 @@ KeepLast = Annotated[int | None, typer.Option("--keep", min=0, help="Sets train.
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="At the end, draw the curves: .svg or .png.")]
 Csv = Annotated[bool, typer.Option("--csv", help="Keep metrics.csv beside metrics.jsonl.")]
 TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard's events into the run's folder.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one event a line, as JSON.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Make a few steps, estimate time and memory, write nothing.")]
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="Show every value and where it comes from; stop.")]
 
