@@ -88,7 +88,8 @@ def run(arguments: list[str]) -> int:
         _silence_stdout()
         return 0
     except OSError as error:
-        _silence_stdout()
+        if error.filename is None:  # a write to stdout: what is still buffered would fail again
+            _silence_stdout()
         output.error(LlmcliError(f"the system refused: {error}", "Check the disk's free space and the permissions."))
         return 1
     except Exception as error:

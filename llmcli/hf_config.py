@@ -135,19 +135,15 @@ def _read(table: dict[str, Any], source: str) -> HfConfig:
     values["tie_word_embeddings"] = family.tied_in_hf if tie_flag is None else tie_flag
     if _is_private(outer):
         values |= _private(outer, source)
+    scaling = values.get("rope_scaling")
+    for ours, value in [*values.items(), *(scaling.items() if isinstance(scaling, dict) else ())]:
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{source}: {spelled.get(ours, ours)} is not a finite number", "Repair config.json.")
     try:
         config = families.complete(parse(values, ModelConfig, source), source)
     except ConfigError as error:
         raise ConfigError(_in_their_words(error.message, source, spelled, table), error.hint) from None
-    for ours, value in [*_floats(config), *_floats(config.rope_scaling)]:
-        if not math.isfinite(value):
-            raise ConfigError(f"{source}: {spelled.get(ours, ours)} is not a finite number")
     return HfConfig(config, tie_flag, tuple(notes), tuple(warnings), wrapped=isinstance(inner, dict))
-
-
-def _floats(struct: msgspec.Struct | None) -> list[tuple[str, float]]:
-    fields = struct.__struct_fields__ if struct else ()
-    return [(name, value) for name in fields if isinstance(value := getattr(struct, name), float)]
 
 
 def _given(table: dict[str, Any], keys: Iterable[str], default: Any = None) -> str:

@@ -59,7 +59,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p_and_never_none(logits: Tens
     assert mass >= p - 1e-6
     if p < 1:  # without its least probable member it would not reach p
         assert mass - float(reference[kept].min()) < p + 1e-6
-        assert reference[kept].min() >= (reference[~kept].max() if not kept.all() else 0)
+        assert reference[kept].min() >= (reference[~kept].max() if not kept.all() else 0) - 1e-6
 
 
 @pytest.mark.parametrize("size", [127, 128, 129, 1024, 5000])
