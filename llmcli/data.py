@@ -10,6 +10,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Generator, Iterator
 from itertools import islice
 from pathlib import Path
@@ -29,6 +30,9 @@ Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
 FORMAT = "1"
 """Part of every cache key: a change in how text becomes tokens must not meet old files."""
+
+STRAY_AGE = 7 * 24 * 3600
+"""Seconds after which what a killed process left half written is taken for left, not for being written."""
 
 BATCH = 1 << 21
 """Characters tokenised at a time: enough for every core, little memory."""
@@ -192,7 +196,7 @@ def _tokenizer(
             )
         return tokenizer.load(kind)
     folder = cache / "tokenizers" / _digest(text, kind, str(vocab_size) if kind == "bpe" else "")
-    if not (folder / "tokenizer.json").is_file():
+    if not _has_tokenizer(folder):
         yield Progress("learning the tokenizer", 0, total)
         if kind == "char":  # a character that only the validation text has must not stop the run
             made = tokenizer.characters(piece.text for _, piece in pieces())
@@ -201,32 +205,49 @@ def _tokenizer(
             # Two documents are no one word.
             texts = (piece.text + "\n" * (piece.ends and several) for piece in training)
             made = tokenizer.train_bpe(texts, vocab_size)
-        with _new_folder(folder) as aside:
+        with _new_folder(folder, _has_tokenizer) as aside:
             made.save(aside)
     return tokenizer.load(folder)
 
 
-class _new_folder:
-    """`with _new_folder(folder) as aside`: what is written aside becomes `folder`, whole, unless somebody was first."""
+def _has_tokenizer(folder: Path) -> bool:
+    return (folder / "tokenizer.json").is_file()
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+
+class _new_folder:
+    """`with _new_folder(folder, whole) as aside`: what is written aside becomes `folder`, unless one is there that is
+    `whole`: another process was first. Raises DataError when the disk refuses.
+    """
+
+    def __init__(self, folder: Path, whole: Callable[[Path], bool]) -> None:
+        self.folder, self.whole = folder, whole
 
     def __enter__(self) -> Path:
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
-        self.aside = Path(tempfile.mkdtemp(prefix=".writing-", dir=self.folder.parent))
+        try:
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            for stray in self.folder.parent.glob(".writing-*"):
+                if time.time() - stray.stat().st_mtime > STRAY_AGE:
+                    shutil.rmtree(stray, ignore_errors=True)
+            self.aside = Path(tempfile.mkdtemp(prefix=".writing-", dir=self.folder.parent))
+        except OSError as error:
+            raise self._refused(error) from None
         return self.aside
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            try:
+        try:
+            if error is None and not self.whole(self.folder):
                 shutil.rmtree(self.folder, ignore_errors=True)  # what is there could not be read
                 self.aside.rename(self.folder)
-                return
-            except OSError:
-                if self.folder.is_dir():  # another process made the same
-                    error = None
-        shutil.rmtree(self.aside, ignore_errors=True)
+        except OSError as failure:
+            error = None if self.whole(self.folder) else failure
+        finally:
+            shutil.rmtree(self.aside, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise self._refused(error) from None
+
+    def _refused(self, error: OSError) -> DataError:
+        what = f"{self.folder}: cannot be written ({error.strerror or error})"
+        return DataError(what, "Set XDG_CACHE_HOME to a folder with room.")
 
 
 def _tokenise(
@@ -237,28 +258,23 @@ def _tokenise(
     before = [by.bos_id] if by.add_bos and by.bos_id is not None else []
     after = [by.eos_id] if several and by.eos_id is not None else []
     done = 0
-    try:
-        with _new_folder(folder) as aside:
-            with (aside / "train.bin").open("wb") as train, (aside / "validation.bin").open("wb") as validation:
-                for batch in _batches(pieces, by):
-                    encoded = by.encode_batch([text for _, text, _, _ in batch], special=False)
-                    for (held_out, text, starts, ends), ids in zip(batch, encoded, strict=True):
-                        if (before and starts) or (after and ends):
-                            ids = [*(before if starts else ()), *ids, *(after if ends else ())]
-                        (validation if held_out else train).write(np.asarray(ids, dtype=f"<u{itemsize}").tobytes())
-                        counts[held_out][0] += len(ids)
-                        counts[held_out][1] += len(text.encode())
-                        done += len(text)
-                    yield Progress("tokenising", done, total)
-                for file in (train, validation):
-                    file.flush()
-                    os.fsync(file.fileno())
-            info = Info(fingerprint, itemsize, Part(*counts[False]), Part(*counts[True]))
-            (aside / "info.json").write_bytes(msgspec.json.encode(info))
-    except OSError as error:
-        raise DataError(
-            f"{folder}: the tokens cannot be written ({error.strerror})", "Set XDG_CACHE_HOME to a folder with room."
-        ) from None
+    with _new_folder(folder, lambda folder: _read_info(folder) is not None) as aside:
+        with (aside / "train.bin").open("wb") as train, (aside / "validation.bin").open("wb") as validation:
+            for batch in _batches(pieces, by):
+                encoded = by.encode_batch([text for _, text, _, _ in batch], special=False)
+                for (held_out, text, starts, ends), ids in zip(batch, encoded, strict=True):
+                    if (before and starts) or (after and ends):
+                        ids = [*(before if starts else ()), *ids, *(after if ends else ())]
+                    (validation if held_out else train).write(np.asarray(ids, dtype=f"<u{itemsize}").tobytes())
+                    counts[held_out][0] += len(ids)
+                    counts[held_out][1] += len(text.encode())
+                    done += len(text)
+                yield Progress("tokenising", done, total)
+            for file in (train, validation):
+                file.flush()
+                os.fsync(file.fileno())
+        info = Info(fingerprint, itemsize, Part(*counts[False]), Part(*counts[True]))
+        (aside / "info.json").write_bytes(msgspec.json.encode(info))
 
 
 def _batches(pieces: Iterator[tuple[bool, Piece]], by: Tokenizer) -> Iterator[list[tuple[bool, str, bool, bool]]]:

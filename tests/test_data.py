@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -217,6 +218,39 @@ def test_a_preparation_that_was_killed_leaves_nothing_that_is_taken_for_whole(tm
     preparing.close()
     assert [folder.name for folder in (cache / "tokens").iterdir()] == []
     assert len(prepared(tmp_path, path=path, tokenizer="byte").train) == 450
+
+
+def test_two_processes_may_tokenise_the_same_text_at_once(tmp_path: Path, cache: Path) -> None:
+    path = write(tmp_path / "a.txt", "some text " * 50)
+    slow = data.prepare(DataConfig(path=path), 300, tmp_path)
+    while next(slow).what != "tokenising":  # written, not yet in its place
+        pass
+    first = prepared(tmp_path, path=path)
+    folder = next(folder for folder in (cache / "tokens").iterdir() if not folder.name.startswith("."))
+    inode = (folder / "train.bin").stat().st_ino
+    second = data.finished(slow)
+    assert np.array_equal(first.train, second.train)
+    assert (folder / "train.bin").stat().st_ino == inode  # the first one's stays
+    assert [folder] == list((cache / "tokens").iterdir())
+
+
+def test_what_a_killed_process_left_is_removed_when_it_is_old(tmp_path: Path, cache: Path) -> None:
+    for name, age in (("old", 8 * 24 * 3600), ("new", 60)):
+        folder = cache / "tokens" / f".writing-{name}"
+        folder.mkdir(parents=True)
+        os.utime(folder, (time.time() - age,) * 2)
+    prepared(tmp_path, path=write(tmp_path / "a.txt", "some text " * 50))
+    assert [folder.name for folder in (cache / "tokens").glob(".*")] == [".writing-new"]
+
+
+def test_a_cache_that_fills_the_disk_is_named(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(data.os, "fsync", full)
+    with pytest.raises(DataError, match=r"cannot be written .No space left"):
+        prepared(tmp_path, path=write(tmp_path / "a.txt", "some text " * 50))
+    assert list((cache / "tokens").iterdir()) == []
 
 
 def test_where_the_cache_cannot_be_written_the_runs_own_folder_serves(
