@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from llmcli.config import TrainConfig
-from llmcli.data import Progress
+from llmcli.events import Progress
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Inputs and targets, (B, T) each, to the summed loss."""
@@ -65,7 +65,7 @@ def prepare(
         precision = known.precision
     elif bf16_is_faster(device, batch[0].numel(), median_sizes(objective)):
         precision = "bf16"
-    eager = prepared(objective, Way(precision, False), device)
+    eager, notes = prepared(objective, Way(precision, False), device), list[str]()
     told = config.compile == "on" or (config.compile == "auto" and known is not None and known.compiled)
     if told:
         yield Progress("compiling", 0, 0)
@@ -73,15 +73,14 @@ def prepare(
         failure = trial(objective, compiled, batch, 0).failure
         if failure is None:
             return compiled, []
-        notes = [f"the step is not compiled: {failure}"]
+        notes.append(f"the step is not compiled: {failure}")
         if known is not None and known.compiled:
             notes.append("the run was compiled before: from here on it is rounded otherwise")
-        return eager, notes
 
     times = min(3, rounds // 10)  # what is short is not worth measuring
-    settled = config.compile == "off" and (precision == "fp32" or config.precision != "auto")
+    settled = (told or config.compile == "off") and (precision == "fp32" or config.precision != "auto")
     if known or settled or not times:
-        return eager, []
+        return eager, notes
     yield Progress("measuring", 0, 0)
     exact = prepared(objective, Way("fp32", False), device)
     ways = [exact, eager] if config.precision == "auto" and precision == "bf16" else [eager]
@@ -89,8 +88,7 @@ def prepare(
     wait = min(t.seconds for t in tried) * rounds
     if config.time_limit:
         wait = min(wait, config.time_limit)
-    notes = []
-    if config.compile == "auto" and compiling_pays(objective, wait, precision):
+    if config.compile == "auto" and not told and compiling_pays(objective, wait, precision):
         yield Progress("compiling", 0, 0)
         tried.append(trial(objective, prepared(objective, Way(precision, True), device), batch, times))
         if tried[-1].failure:
@@ -167,14 +165,13 @@ def bf16_is_faster(device: torch.device, rows: int, sizes: tuple[int, int]) -> b
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if device.type != "cpu":
         return False
-    seconds = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        x = torch.ones(min(rows, 1024), sizes[0], dtype=dtype)
-        weight = torch.ones(sizes[0], sizes[1], dtype=dtype)
-        best = math.inf
-        for _ in range(6):
+    best = dict.fromkeys((torch.float32, torch.bfloat16), math.inf)
+    # Not too large to wait for, not too small to measure; by turns, and often: other processes come and go.
+    rows, inner, outer = max(256, min(1024, rows)), max(256, sizes[0]), max(256, sizes[1])
+    for _ in range(20):
+        for dtype in best:
+            x, weight = torch.ones(rows, inner, dtype=dtype), torch.ones(inner, outer, dtype=dtype)
             begin = time.perf_counter()
             torch.mm(x, weight)
-            best = min(best, time.perf_counter() - begin)
-        seconds[dtype] = best
-    return seconds[torch.float32] > 1.5 * seconds[torch.bfloat16]
+            best[dtype] = min(best[dtype], time.perf_counter() - begin)
+    return best[torch.float32] > 1.5 * best[torch.bfloat16]
