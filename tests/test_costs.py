@@ -21,6 +21,7 @@ from llmcli import costs, families, hf_config, layers, params
 from llmcli.config import ModelConfig
 from llmcli.costs import kv_cache, training_memory
 from llmcli.errors import UsageError
+from llmcli.layers import MATMUL_KEYS
 from llmcli.model import build
 from llmcli.targets import read_config
 
@@ -182,10 +183,11 @@ def test_activations_are_what_autograd_saves(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_activations_in_bfloat16_are_at_most_a_quarter_short_of_eager_autocast(family: str) -> None:
-    made = shaped(family)
-    ours, _ = costs.activation_bytes(made, dtype="bfloat16", context=512, batch=2)
+    context = MATMUL_KEYS + 64  # up to there the CPU's attention is by plain products, which keep their matrices
+    made = shaped(family, max_position_embeddings=context)
+    ours, _ = costs.activation_bytes(made, dtype="bfloat16", context=context, batch=1)
     copies = 2 * costs._matrices(made)  # autocast's copies of the weights, which are counted with the weights
-    assert 0.75 < ours / (saved_by_autograd(made, 2, 512, True) - copies) < 1.0
+    assert 0.75 < ours / (saved_by_autograd(made, 1, context, True) - copies) < 1.0
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
