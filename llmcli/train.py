@@ -371,9 +371,8 @@ class Run:
     @torch.no_grad()
     def evaluate(self, step: int, windows: int | None = None) -> Eval:
         """The loss on the validation text: on all of it, or always on the same windows of it."""
-        self.peak = max(
-            self.peak, matmul_peak(self.device, self.prepared.way.precision)
-        )  # others may have been busy before
+        # Again, for what else the machine did may have slowed the first measurement.
+        self.peak = max(self.peak, matmul_peak(self.device, self.prepared.way.precision))
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64)  # loss and tokens
         size, count = self.config.batch_size, self.processes.count
@@ -415,11 +414,10 @@ class Run:
         if self.processes.first:
             try:
                 checkpoint.save(self.model, self.out / name, extra_config=ids, extra_files=extra, weights=gather)
-            except LlmcliError as error:
-                failure = error
-            else:
                 if name == "last" and self.config.keep:
                     keep_copy(self.out, state.step, self.config.keep)
+            except LlmcliError as error:
+                failure = error
         gather.finish()
         self.processes.outcome(failure)
         return Saved(step=state.step, path=printable(self.out / name), best=name == "best")
