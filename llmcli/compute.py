@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from llmcli.config import TrainConfig
-from llmcli.data import Progress
+from llmcli.events import Progress
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Inputs and targets, (B, T) each, to the summed loss."""

@@ -23,6 +23,7 @@ from llmcli import corpus, tokenizer
 from llmcli.config import DataConfig
 from llmcli.corpus import Corpus, Piece, Survey
 from llmcli.errors import DataError, UsageError
+from llmcli.events import Progress
 from llmcli.tokenizer import Tokenizer
 
 Ids = npt.NDArray[np.int64]
@@ -36,14 +37,6 @@ STRAY_AGE = 7 * 24 * 3600
 
 BATCH = 1 << 21
 """Characters tokenised at a time: enough for every core, little memory."""
-
-
-class Progress(msgspec.Struct, frozen=True, tag="progress", tag_field="event"):
-    """How far a preparation is; `done` and `total` in characters."""
-
-    what: str
-    done: float
-    total: float
 
 
 class Part(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Training: an iterator of events. Which events there are, and the loop, on one page; whoever shows them is elsewhere.
+"""Training: the loop on one page, and all that a step needs. It yields events and shows nothing.
 
 Everything that a step does follows from the recipe, the weights, AdamW's moments and the step's number: the sequences,
 the learning rate and the random numbers of dropout too. So a run that goes on from a checkpoint is, bit for bit, the
@@ -9,137 +9,43 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
-from llmcli import checkpoint, compute, costs, data, distributed, families, hf_config, loss, params, tensors, tokenizer
+from llmcli import checkpoint, compute, costs, data, distributed, families, hf_config, loss, params, tokenizer
 from llmcli import model as models
 from llmcli.config import Recipe, TrainConfig
-from llmcli.data import Data, Progress
+from llmcli.data import Data
 from llmcli.distributed import Processes, joined
-from llmcli.errors import CheckpointError, ConfigError, LlmcliError, TokenizerError, TrainingError, UsageError
+from llmcli.errors import ConfigError, LlmcliError, TokenizerError, TrainingError
+from llmcli.events import Done, Eval, Event, Group, Sample, Saved, Start, Step
 from llmcli.model import Decoder
+from llmcli.run_folder import (
+    METRICS,
+    MOMENTS,
+    STATE,
+    State,
+    claimed,
+    clean_metrics,
+    keep_copy,
+    last_good,
+    moments_of,
+    read_moments,
+    read_state,
+    resumable,
+)
 from llmcli.tokenizer import Tokenizer
-
-STATE, MOMENTS = "training.json", "training.safetensors"
-"""What makes a checkpoint one that training goes on from: the run's state, and AdamW's moments by our tensor names."""
-
-METRICS = "metrics.jsonl"
 
 REASONS = ("no improvement", "time limit", "finished", "SIGHUP", "SIGINT", "SIGTERM")
 """Why a run ends; where processes disagree, what stands later holds."""
-
-
-class Group(msgspec.Struct, frozen=True):
-    """Parameters that AdamW treats alike."""
-
-    name: str
-    weight_decay: float
-    tensors: int
-    parameters: int
-
-
-class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start", tag_field="event"):
-    """What is going to be trained. `step` is where it goes on from; `tokens` are counted, `step_tokens` per step."""
-
-    step: int
-    max_steps: int
-    out: str
-    parameters: int
-    tie_word_embeddings: bool
-    vocab_size: int
-    context: int
-    train_tokens: int
-    validation_tokens: int
-    step_tokens: int
-    device: str
-    precision: str
-    compiled: bool
-    processes: int
-    groups: tuple[Group, ...]
-    notes: tuple[str, ...]
-
-
-class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field="event"):
-    """One update. `loss` is the mean over its tokens in nats, `grad_norm` is before clipping, `tokens` all so far.
-
-    `mfu` is the share of the device's measured matmul speed that the model's own operations make up; `memory` the most
-    bytes that the process has held.
-    """
-
-    step: int
-    loss: float
-    lr: float
-    grad_norm: float
-    tokens: int
-    tokens_per_second: float
-    mfu: float
-    memory: int
-
-
-class Eval(msgspec.Struct, frozen=True, kw_only=True, tag="eval", tag_field="event"):
-    """The loss on held-out text: per token in nats, as perplexity, and in bits for each byte of the text."""
-
-    step: int
-    val_loss: float
-    perplexity: float
-    bits_per_byte: float
-
-
-class Saved(msgspec.Struct, frozen=True, kw_only=True, tag="saved", tag_field="event"):
-    """A checkpoint that now stands on the disk; `best` when it is the one of the lowest validation loss."""
-
-    step: int
-    path: str
-    best: bool
-
-
-class Sample(msgspec.Struct, frozen=True, kw_only=True, tag="sample", tag_field="event"):
-    """What the model writes at this step."""
-
-    step: int
-    prompt: str
-    text: str
-
-
-class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done", tag_field="event"):
-    """Why and where the run ended. `seconds` are this process's, `best_step` is None when nothing was evaluated."""
-
-    step: int
-    reason: str
-    tokens: int
-    best_loss: float | None
-    best_step: int | None
-    seconds: float
-    out: str
-
-
-Event = Progress | Start | Step | Eval | Saved | Sample | Done
-
-
-class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a run stands, as written beside the weights. `stale` counts evaluations since the best one."""
-
-    step: int = 0
-    tokens: int = 0
-    best_loss: float | None = None
-    best_step: int | None = None
-    stale: int = 0
-    sequences: int
-    data: str
-    tokenizer: str
-    recipe: Recipe
-    way: compute.Way | None = None
 
 
 def train(
@@ -659,174 +565,3 @@ def fill(model: Decoder, path: Path, by: Tokenizer) -> None:
             "Leave the recipe's [model] to the checkpoint.",
         )
     model.load_state_dict(values)
-
-
-def read_state(folder: Path) -> State:
-    """The state of the run that wrote this checkpoint. Raises CheckpointError when there is none."""
-    try:
-        return msgspec.json.decode((folder / STATE).read_bytes(), type=State)
-    except OSError:
-        raise CheckpointError(f"{folder}: no {STATE}: not a checkpoint to resume from", "Use --init-from.") from None
-    except msgspec.MsgspecError as error:
-        raise CheckpointError(f"{folder / STATE}: damaged ({error})", "Use --init-from.") from None
-
-
-def last_good(out: Path, notes: list[str]) -> Path | None:
-    """The checkpoint to go on from: `last`, or if that is damaged the newest of those kept. None where none is."""
-    kept = sorted(out.glob("step-*"), reverse=True)
-    damaged: list[LlmcliError] = []
-    for folder in (out / "last", out / ".last.old", *kept):  # .last.old: see checkpoint.recover
-        if not folder.is_dir():
-            continue
-        try:
-            read_state(folder)
-            checkpoint.plan(folder)
-            tensors.read_header(folder / MOMENTS)
-        except LlmcliError as error:
-            damaged.append(error)
-            continue
-        if damaged:
-            notes.append(f"{damaged[0].message}: going on from {folder}")
-        return folder
-    if damaged:
-        raise damaged[0]
-    notes.append(f"{out}: nothing to go on from; this is a new run")
-    return None
-
-
-def resumable(old: State, new: State, processes: int, out: Path, notes: list[str]) -> State:
-    """The state to go on from. Raises TrainingError where what would go on is another run than the one that stopped.
-
-    A step keeps its sequences: on another number of processes it is put together from more or fewer micro-batches.
-    """
-    anew = f"To start anew from these weights: --init-from {out / 'last'} --out another folder."
-    if old.tokenizer != new.tokenizer:
-        raise TrainingError(f"{out}: the run has another tokenizer than this recipe", anew)
-    if old.data != new.data:
-        raise TrainingError(
-            f"{out}: the run was trained on another text than this recipe's (its content differs)", anew
-        )
-    was, now = (cast(dict[str, Any], msgspec.to_builtins(state.recipe.model)) for state in (old, new))
-    if differ := [f"{key} {was[key]} is now {now[key]}" for key in was if was[key] != now[key]]:
-        raise TrainingError(f"{out}: the run's model is not this recipe's: {', '.join(differ)}", anew)
-    size = new.recipe.train.batch_size
-    if old.sequences % (size * processes):
-        many = f" on {processes} processes" if processes > 1 else ""
-        raise TrainingError(
-            f"{out}: a step of the run has {old.sequences} sequences, which batches of {size}{many} do not make up",
-            f"Choose a train.batch_size that does. {anew}",
-        )
-    if old.sequences != new.sequences:
-        notes.append(
-            f"a step keeps its {old.sequences} sequences: {old.sequences // (size * processes)} batches of {size}"
-            f" on each of {processes} processes"
-        )
-    was, now = (cast(dict[str, Any], msgspec.to_builtins(state.recipe.train)) for state in (old, new))
-    notes += [f"train.{key} was {was[key]}, is now {now[key]}" for key in was if was[key] != now[key]]
-    if old.recipe.data.shuffle != new.recipe.data.shuffle:
-        notes.append(f"data.shuffle was {old.recipe.data.shuffle}, is now {new.recipe.data.shuffle}")
-    return msgspec.structs.replace(old, recipe=new.recipe)
-
-
-def moments_of(model: Decoder, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """AdamW's state, a tensor each under `<what>.<our name>`; with no step made yet there is only a mark."""
-    values = {
-        f"{key}.{name}": value
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
-    return values or {"steps": torch.zeros(1)}
-
-
-def read_moments(path: Path, model: Decoder, optimizer: torch.optim.Optimizer) -> None:
-    """Put AdamW's state back; a parameter that had none (never reached by a gradient) has none again."""
-    from safetensors.torch import load_file
-
-    values = load_file(path)
-    for name, parameter in model.named_parameters():
-        keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in values]
-        if keys:
-            optimizer.state[parameter] = {key: distributed.like(values[f"{key}.{name}"], parameter) for key in keys}
-
-
-def keep_copy(out: Path, step: int, count: int) -> None:
-    """Let `last` stand a second time as `step-...`, sharing its files, and leave only the newest `count` of these."""
-    with checkpoint.writing(out / f"step-{step:08d}") as aside:
-        for file in (out / "last").iterdir():
-            try:
-                os.link(file, aside / file.name)
-            except OSError:  # a file system without links
-                shutil.copyfile(file, aside / file.name)
-    for old in sorted(out.glob("step-*"))[:-count]:
-        shutil.rmtree(old, ignore_errors=True)
-
-
-@contextmanager
-def claimed(out: Path, resume: bool, processes: Processes) -> Iterator[None]:
-    """Hold the folder of a run, so that no second one writes there. Raises TrainingError, UsageError."""
-    with ExitStack() as held:
-        failure: LlmcliError | None = None
-        if processes.first:
-            try:
-                held.enter_context(locked(out, resume))
-            except LlmcliError as error:
-                failure = error
-        processes.outcome(failure)
-        yield
-
-
-@contextmanager
-def locked(out: Path, resume: bool) -> Iterator[None]:
-    """The lock of a run's folder; it falls with the process that holds it."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        file = (out / ".lock").open("a+")
-    except OSError as error:
-        raise TrainingError(f"{out}: cannot be written ({error.strerror})", "Choose another folder: --out.") from None
-    with file:
-        try:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:  # Windows
-            pass
-        except OSError:
-            file.seek(0)
-            raise TrainingError(
-                f"{out}: another run is writing there (process {file.read().strip() or 'unknown'})",
-                "Wait for it, or choose another folder: --out.",
-            ) from None
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
-        tidy(out)
-        if not resume and any((out / name).exists() for name in ("last", "best")):
-            raise UsageError(
-                f"{out}: holds a run already", "Go on with it (--resume), or choose another folder: --out."
-            )
-        yield
-
-
-def tidy(out: Path) -> None:
-    """Finish or remove what a killed run left half written. Only the holder of the lock may do this."""
-    for name in {"best", "last", *(folder.name for folder in out.glob("step-*"))}:
-        checkpoint.recover(out / name)
-    for stray in out.glob(".*.writing"):
-        shutil.rmtree(stray, ignore_errors=True) if stray.is_dir() else stray.unlink(missing_ok=True)
-
-
-def clean_metrics(path: Path, step: int) -> None:
-    """Leave in metrics.jsonl what had happened when the checkpoint of `step` was written: the rest will come again."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_bytes().splitlines(keepends=True):
-        try:
-            event = msgspec.json.decode(line)
-        except msgspec.DecodeError:  # a line that was being written when the process died
-            continue
-        if event.get("step", 0) <= step and event.get("event") != "done":
-            kept.append(line if line.endswith(b"\n") else line + b"\n")
-    aside = path.with_name(f".{path.name}.writing")
-    aside.write_bytes(b"".join(kept))
-    aside.replace(path)

@@ -16,9 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llmcli import distributed, train
+from llmcli import distributed, run_folder, train
 from llmcli.config import DataConfig, ModelConfig, Recipe, TrainConfig
 from llmcli.errors import TrainingError, UsageError
+from llmcli.events import Event, Start
 
 TEXT = "".join(f"{n} little ducks went swimming one day over the hills and far away.\n" for n in range(99, 0, -1))
 LLAMA: dict[str, Any] = {
@@ -129,12 +130,12 @@ def job(made: Recipe, out: Path, *, resume: bool = False, stop: int = 1000) -> d
     return {"recipe": msgspec.to_builtins(made), "out": str(out), "resume": resume, "stop": stop}
 
 
-def alone(made: Recipe, out: Path, **options: Any) -> list[train.Event]:
+def alone(made: Recipe, out: Path, **options: Any) -> list[Event]:
     return list(train.train(made, out, **options))
 
 
 def close(a: Path, b: Path, tolerance: float) -> bool:
-    pairs = [(load_file(a / file), load_file(b / file)) for file in ("model.safetensors", train.MOMENTS)]
+    pairs = [(load_file(a / file), load_file(b / file)) for file in ("model.safetensors", run_folder.MOMENTS)]
     return all(
         x.keys() == y.keys() and all(torch.allclose(x[key], y[key], atol=tolerance, rtol=0) for key in x)
         for x, y in pairs
@@ -184,7 +185,7 @@ def test_two_processes_train_what_one_trains_at_the_same_global_batch(runs: Path
 def test_a_run_resumes_in_two_processes_bit_for_bit_and_alone_to_rounding(runs: Path, name: str) -> None:
     assert close(runs / f"{name} resumed" / "last", runs / name / "last", 0)
     events = alone(recipe(runs, *CASES[name]), runs / f"{name} left", resume=True)
-    start = next(event for event in events if isinstance(event, train.Start))
+    start = next(event for event in events if isinstance(event, Start))
     assert start.step == 4 and start.step_tokens == 8 * 16
     assert any("a step keeps its 8 sequences: 2 batches of 4" in note for note in start.notes)
     assert close(runs / f"{name} left" / "last", runs / name / "last", 1e-5)
@@ -216,7 +217,7 @@ def test_when_a_process_is_killed_the_others_leave_with_a_message_and_the_run_re
     assert shown == ""  # only the first process shows events
     assert first.returncode == 1
     assert "another process of the run is gone" in err and "--resume" in err and "Traceback" not in err
-    step = train.read_state(out / "last").step
+    step = run_folder.read_state(out / "last").step
     assert step >= 6
     again = msgspec.structs.replace(made, train=msgspec.structs.replace(made.train, max_steps=step + 1))
     assert alone(again, out, resume=True)[-1].step == step + 1  # type: ignore[union-attr]

@@ -18,10 +18,10 @@ import transformers
 from hf import make
 from safetensors.torch import load_file
 
-from llmcli import checkpoint, compute, data, families, load_model, load_tokenizer, tokenizer, train
+from llmcli import checkpoint, compute, data, families, load_model, load_tokenizer, run_folder, tokenizer, train
 from llmcli.config import DataConfig, ModelConfig, Recipe, TrainConfig
 from llmcli.errors import CheckpointError, ConfigError, DataError, TrainingError, UsageError
-from llmcli.train import Done, Eval, Event, Sample, Saved, Start, Step
+from llmcli.events import Done, Eval, Event, Progress, Sample, Saved, Start, Step
 
 TEXT = "".join(f"{n} bottles of beer on the wall, take one down, pass it around: {n - 1}.\n" for n in range(99, 0, -1))
 MODEL: dict[str, Any] = {
@@ -89,7 +89,7 @@ def after(steps: int) -> Callable[[], str | None]:
 def states(folder: Path) -> dict[str, torch.Tensor]:
     return {
         f"{file}/{name}": value
-        for file in ("model.safetensors", train.MOMENTS)
+        for file in ("model.safetensors", run_folder.MOMENTS)
         for name, value in load_file(folder / file).items()
     }
 
@@ -122,7 +122,7 @@ def test_events_have_the_keys_that_are_promised(text: Path, tmp_path: Path) -> N
 def test_the_metrics_file_holds_what_was_told(text: Path, tmp_path: Path) -> None:
     events = run(recipe(text), tmp_path / "run")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert lines == json.loads(msgspec.json.encode([e for e in events if not isinstance(e, data.Progress)]))
+    assert lines == json.loads(msgspec.json.encode([e for e in events if not isinstance(e, Progress)]))
 
 
 def test_the_loss_begins_at_chance_and_falls(text: Path, tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_checkpoints_open_in_transformers_as_they_are(text: Path, tmp_path: Path
         by = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / name)
         assert by.encode("99 bottles") == load_tokenizer(tmp_path / "run" / name).encode("99 bottles")
         assert theirs.generation_config.eos_token_id == 256
-    assert not (tmp_path / "run" / "best" / train.MOMENTS).exists()
+    assert not (tmp_path / "run" / "best" / run_folder.MOMENTS).exists()
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -308,9 +308,9 @@ def test_a_run_that_was_stopped_twice_is_bit_for_bit_the_run_that_was_not(
     for first, second in ((1, 4), (6, 3)):
         out = tmp_path / f"{first}-{second}"
         run(made, out, stop=after(first))
-        assert train.read_state(out / "last").step == first
+        assert run_folder.read_state(out / "last").step == first
         run(made, out, resume=True, stop=after(second))
-        assert train.read_state(out / "last").step == first + second
+        assert run_folder.read_state(out / "last").step == first + second
         events = run(made, out, resume=True)
         assert of(events, Done)[0].reason == "finished"
         assert same(states(out / "last"), states(tmp_path / "whole" / "last"))
@@ -422,9 +422,9 @@ def test_older_checkpoints_are_kept_by_number_and_a_damaged_last_gives_way_to_th
     out = tmp_path / "kept"
     assert sorted(folder.name for folder in out.glob("step-*")) == ["step-00000006", "step-00000008"]
     for folder in (out / "last", out / "step-00000008"):  # they share their files on the disk
-        content = (folder / train.MOMENTS).read_bytes()
-        (folder / train.MOMENTS).unlink()
-        (folder / train.MOMENTS).write_bytes(content[:100])
+        content = (folder / run_folder.MOMENTS).read_bytes()
+        (folder / run_folder.MOMENTS).unlink()
+        (folder / run_folder.MOMENTS).write_bytes(content[:100])
     events = run(recipe(text, max_steps=8, save_every=2, keep=2), out, resume=True)
     assert any("going on from" in note and "step-00000006" in note for note in of(events, Start)[0].notes)
     assert same(states(out / "last"), states(tmp_path / "whole" / "last"))
@@ -432,7 +432,7 @@ def test_older_checkpoints_are_kept_by_number_and_a_damaged_last_gives_way_to_th
 
 def test_when_every_checkpoint_is_damaged_it_says_so(text: Path, tmp_path: Path) -> None:
     run(recipe(text, max_steps=1), tmp_path / "run")
-    (tmp_path / "run" / "last" / train.STATE).write_text("{")
+    (tmp_path / "run" / "last" / run_folder.STATE).write_text("{")
     with pytest.raises(CheckpointError, match=r"training\.json: damaged"):
         run(recipe(text), tmp_path / "run", resume=True)
 
@@ -441,7 +441,7 @@ def test_metrics_after_the_checkpoint_are_dropped_for_they_come_again(tmp_path: 
     path = tmp_path / "metrics.jsonl"
     kept = '{"event":"step","step":1}\n{"event":"eval","step":2}\n'
     path.write_text(kept + '{"event":"done","step":2}\n{"event":"step","step":3}\n{"event":"st')
-    train.clean_metrics(path, 2)
+    run_folder.clean_metrics(path, 2)
     assert path.read_text() == kept
 
 
@@ -525,7 +525,7 @@ def test_the_first_number_that_is_not_finite_stops_the_run_with_its_step(
     assert "holds step 4" in caught.value.hint and "--resume" in caught.value.hint
     kept = states(tmp_path / "run" / "last")
     assert all(torch.isfinite(value).all() for value in kept.values())
-    assert train.read_state(tmp_path / "run" / "last").step == 4
+    assert run_folder.read_state(tmp_path / "run" / "last").step == 4
 
 
 def test_weights_that_are_not_finite_are_never_saved(
@@ -542,7 +542,7 @@ def test_weights_that_are_not_finite_are_never_saved(
     monkeypatch.setattr(train.Run, "update", broken)
     with pytest.raises(TrainingError, match="step 6: a weight is not finite"):
         run(recipe(text, eval_every=100, save_every=2), tmp_path / "run")
-    assert train.read_state(tmp_path / "run" / "last").step == 4
+    assert run_folder.read_state(tmp_path / "run" / "last").step == 4
 
 
 def test_the_best_checkpoint_only_ever_improves(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -558,7 +558,7 @@ def test_the_best_checkpoint_only_ever_improves(text: Path, tmp_path: Path, monk
             best.append((event.step, load_file(tmp_path / "run" / "best" / "model.safetensors")))
     assert [step for step, _ in best] == [2, 4, 8]
     assert same(best[-1][1], load_file(tmp_path / "run" / "best" / "model.safetensors"))
-    state = train.read_state(tmp_path / "run" / "last")
+    state = run_folder.read_state(tmp_path / "run" / "last")
     assert (state.step, state.best_loss, state.best_step, state.stale) == (10, 1.5, 8, 1)
 
 
@@ -573,7 +573,7 @@ def test_patience_ends_a_run_that_no_longer_improves(
     )
     events = run(recipe(text, eval_every=2, patience=2), tmp_path / "run")
     assert (of(events, Done)[0].reason, of(events, Done)[0].step) == ("no improvement", 8)
-    assert train.read_state(tmp_path / "run" / "last").step == 8
+    assert run_folder.read_state(tmp_path / "run" / "last").step == 8
 
 
 def test_a_time_limit_ends_a_run_saved(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -582,7 +582,7 @@ def test_a_time_limit_ends_a_run_saved(text: Path, tmp_path: Path, monkeypatch: 
     events = run(recipe(text, time_limit=4.0), tmp_path / "run")
     done = of(events, Done)[0]
     assert done.reason == "time limit" and 0 < done.step < 10
-    assert train.read_state(tmp_path / "run" / "last").step == done.step
+    assert run_folder.read_state(tmp_path / "run" / "last").step == done.step
 
 
 def test_no_steps_is_a_run_too(text: Path, tmp_path: Path) -> None:

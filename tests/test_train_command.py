@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from llmcli import cli, curves, output, tensors, train
+from llmcli import cli, curves, events, output, run_folder, tensors
 from llmcli.commands import train as command
 
 RECIPE = """
@@ -96,7 +96,7 @@ def run(*arguments: str | Path) -> int:
 
 
 def same(a: Path, b: Path) -> bool:
-    pairs = [(load_file(a / file), load_file(b / file)) for file in ("model.safetensors", train.MOMENTS)]
+    pairs = [(load_file(a / file), load_file(b / file)) for file in ("model.safetensors", run_folder.MOMENTS)]
     return all(x.keys() == y.keys() and all(x[key].equal(y[key]) for key in x) for x, y in pairs)
 
 
@@ -121,7 +121,7 @@ def test_a_signal_finishes_the_step_saves_once_and_ends_with_its_code(
     assert (
         done["event"] == "done" and done["reason"] == signal.Signals(number).name and done["step"] == saved[0]["step"]
     )
-    assert train.read_state(tmp_path / "run" / "last").step == done["step"]
+    assert run_folder.read_state(tmp_path / "run" / "last").step == done["step"]
     assert "Traceback" not in err and "a second one leaves at once" in err
 
 
@@ -156,7 +156,7 @@ def test_a_second_signal_leaves_at_once(recipe: Path, tmp_path: Path, monkeypatc
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=20) == 130
     assert time.monotonic() - began < 10
-    assert train.read_state(tmp_path / "run" / "last").step == 4  # of before: nothing was saved in haste
+    assert run_folder.read_state(tmp_path / "run" / "last").step == 4  # of before: nothing was saved in haste
     process.stderr.close()
 
 
@@ -203,8 +203,8 @@ def kill_and_resume(recipe: Path, tmp_path: Path, times: int, seed: int) -> None
             if folder.is_dir():
                 tensors.read_checkpoint(folder)
         if (out / "last").is_dir():
-            tensors.read_header(out / "last" / train.MOMENTS)
-            step = train.read_state(out / "last").step
+            tensors.read_header(out / "last" / run_folder.MOMENTS)
+            step = run_folder.read_state(out / "last").step
             assert step >= reached
             reached = step
     assert reached < 20 * times
@@ -243,7 +243,7 @@ def limited(size: int) -> Any:
 def test_a_file_system_that_takes_no_more_bytes_loses_nothing_older(recipe: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     assert run(recipe, "--out", out, "--set", "train.max_steps=4", "--set", "train.schedule_steps=40", "--json") == 0
-    before = load_file(out / "last" / train.MOMENTS)
+    before = load_file(out / "last" / run_folder.MOMENTS)
     result = subprocess.run(
         [sys.executable, "-m", "llmcli", "train", "--resume", "--out", str(out), "--set", "train.max_steps=40"],
         preexec_fn=limited(30_000),
@@ -252,7 +252,7 @@ def test_a_file_system_that_takes_no_more_bytes_loses_nothing_older(recipe: Path
     )
     assert result.returncode == 1
     assert "cannot be written" in result.stderr and "Traceback" not in result.stderr
-    after = load_file(out / "last" / train.MOMENTS)
+    after = load_file(out / "last" / run_folder.MOMENTS)
     assert all(before[key].equal(after[key]) for key in before)
     assert run("--resume", "--out", out, "--set", "train.max_steps=40", "--json") == 0
     assert run(recipe, "--out", tmp_path / "whole", "--set", "train.schedule_steps=40", "--json") == 0
@@ -268,16 +268,16 @@ def test_a_full_disk_loses_nothing_older(recipe: Path, tmp_path: Path) -> None:
     try:
         out = disk / "run"
         assert run(recipe, "--out", out, "--set", "train.max_steps=4", "--set", "train.keep=0", "--json") == 0
-        before = train.read_state(out / "last")
+        before = run_folder.read_state(out / "last")
         room = os.statvfs(disk)
         (disk / "filler").write_bytes(b"x" * (room.f_bavail * room.f_bsize - 40_000))
         arguments = ("--resume", "--out", out, "--set", "train.max_steps=8", "--json")
         assert run(*arguments) == 1
-        assert train.read_state(out / "last") == before
+        assert run_folder.read_state(out / "last") == before
         tensors.read_checkpoint(out / "last")
         (disk / "filler").unlink()
         assert run(*arguments) == 0
-        assert train.read_state(out / "last").step == 8
+        assert run_folder.read_state(out / "last").step == 8
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
@@ -313,24 +313,24 @@ def test_a_terminal_sees_the_state_of_the_run(capsys: pytest.CaptureFixture[str]
         return console.export_text()
 
     assert "starting" in shown()
-    screen(train.Progress("tokenising", 30, 60))
+    screen(events.Progress("tokenising", 30, 60))
     assert "tokenising 50%" in shown()
     values = {"step": 0, "max_steps": 100, "out": "o", "parameters": 10, "tie_word_embeddings": True, "vocab_size": 9}
     values |= {"context": 8, "train_tokens": 1, "validation_tokens": 1, "step_tokens": 8, "device": "cpu", "notes": ()}
-    screen(train.Start(**values, precision="fp32", compiled=False, processes=1, groups=()))  # type: ignore[arg-type]
+    screen(events.Start(**values, precision="fp32", compiled=False, processes=1, groups=()))  # type: ignore[arg-type]
     assert "0 of 100" in shown()
     rest: dict[str, Any] = {"lr": 1e-3, "grad_norm": 0.5, "tokens": 1, "mfu": 0.25, "memory": 2_000_000}
     for step, loss in ((10, 4.0), (20, 3.0), (30, 2.5)):
-        screen(train.Step(step=step, loss=loss, tokens_per_second=1234.0, **rest))
-    screen(train.Eval(step=20, val_loss=3.25, perplexity=25.8, bits_per_byte=1.5))
-    screen(train.Eval(step=30, val_loss=3.5, perplexity=33.1, bits_per_byte=1.6))
-    screen(train.Sample(step=30, prompt="Once", text=" upon\n\x1b[31m a time"))
+        screen(events.Step(step=step, loss=loss, tokens_per_second=1234.0, **rest))
+    screen(events.Eval(step=20, val_loss=3.25, perplexity=25.8, bits_per_byte=1.5))
+    screen(events.Eval(step=30, val_loss=3.5, perplexity=33.1, bits_per_byte=1.6))
+    screen(events.Sample(step=30, prompt="Once", text=" upon\n\x1b[31m a time"))
     screen.began -= 60
     text = shown()
     for part in ("30 of 100", "30%", "2:20 left", "2.5000", "3.5000", "best 3.2500 at step 20", "1.234 k tokens/s"):
         assert part in text, part
     assert "Once upon ·[31m a time" in text  # no sample drives the terminal
-    screen(train.Done(step=30, reason="x", tokens=1, best_loss=None, best_step=None, seconds=1.0, out="o"))
+    screen(events.Done(step=30, reason="x", tokens=1, best_loss=None, best_step=None, seconds=1.0, out="o"))
     assert shown().strip() == ""
 
 
@@ -355,7 +355,7 @@ def test_it_works_in_the_c_locale_with_strange_paths(recipe: Path, tmp_path: Pat
     result = llmcli(*arguments, LC_ALL="C", LANG="C")
     assert result.returncode == 0, result.stderr
     assert (folder / "run" / "last" / "model.safetensors").exists()
-    state = train.read_state(folder / "run" / "last")
+    state = run_folder.read_state(folder / "run" / "last")
     assert state.recipe.data.path == str(text)
 
 
@@ -402,7 +402,7 @@ def test_resuming_does_without_the_tokenizer_it_was_given(
     assert run(recipe, "--out", tmp_path / "run", "--set", setting, "--set", "train.max_steps=2", "--json") == 0
     shutil.rmtree(tmp_path / "bytes")
     assert run("--resume", "--out", tmp_path / "run", "--set", "train.max_steps=4", "--json") == 0
-    assert train.read_state(tmp_path / "run" / "last").step == 4
+    assert run_folder.read_state(tmp_path / "run" / "last").step == 4
 
 
 def test_print_config_names_the_origin_of_every_value_and_is_a_recipe_itself(
@@ -513,7 +513,7 @@ def test_curves_compares_runs(recipe: Path, tmp_path: Path, capsys: pytest.Captu
     assert cli.run(["curves", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
     a, b = json.loads(capsys.readouterr().out)
     assert (a["run"], a["steps"], b["steps"], b["best_step"]) == ("a", 2, 4, 4)
-    assert b["best_loss"] == train.read_state(tmp_path / "b" / "last").best_loss
+    assert b["best_loss"] == run_folder.read_state(tmp_path / "b" / "last").best_loss
     assert cli.run(["curves", str(tmp_path / "a"), "--plot", str(tmp_path / "a.png")]) == 0
     assert (tmp_path / "a.png").stat().st_size > 5000
     assert "best val loss" in capsys.readouterr().out

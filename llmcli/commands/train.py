@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 import typer
 
-from llmcli import output
+from llmcli import events, output
 from llmcli.config import Recipe as RecipeStruct
 from llmcli.errors import LlmcliError, UsageError
 from llmcli.output import emit, quantity, size, sparkline
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
 
     from llmcli.config import Layered
-    from llmcli.train import Estimate, Event
+    from llmcli.events import Event
+    from llmcli.train import Estimate
 
 Recipe = Annotated[
     str | None, typer.Argument(metavar="[RECIPE]", help="A preset or a recipe file; GlassLM if none is given.")
@@ -147,7 +148,7 @@ def put_together(
 
 def stored_recipe(folder: Path) -> tuple[str, dict[str, Any]] | None:
     """The recipe of the run in a folder, None where there is no run to go on with."""
-    from llmcli.train import last_good, read_state
+    from llmcli.run_folder import last_good, read_state
 
     last = last_good(folder, [])
     if last is None:
@@ -198,7 +199,7 @@ def interruptible() -> Iterator[Callable[[], str | None]]:
 
 def followers_of(folder: Path, plot: Path | None, csv: bool, tensorboard: bool) -> Iterator[Callable[[Event], None]]:
     """What else is written of a run, by the first process. Raises LlmcliError for what is not installed."""
-    from llmcli import curves, train
+    from llmcli import curves
     from llmcli.plot import check
 
     if not leads():
@@ -207,14 +208,14 @@ def followers_of(folder: Path, plot: Path | None, csv: bool, tensorboard: bool) 
         picture = check(plot)
 
         def draw(event: Event) -> None:
-            if isinstance(event, train.Done):
+            if isinstance(event, events.Done):
                 curves.draw([curves.read(folder)], picture)
 
         yield draw
     if csv:
 
         def write(event: Event) -> None:
-            if isinstance(event, train.Eval | train.Done):
+            if isinstance(event, events.Eval | events.Done):
                 (folder / "metrics.csv").write_text(curves.as_csv(curves.read(folder)), encoding="utf-8")
 
         yield write
@@ -224,8 +225,6 @@ def followers_of(folder: Path, plot: Path | None, csv: bool, tensorboard: bool) 
 
 def tensorboard_writer(folder: Path) -> Callable[[Event], None]:
     """A function that tells TensorBoard of steps and evaluations. Raises LlmcliError where it is not installed."""
-    from llmcli import train
-
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -233,16 +232,16 @@ def tensorboard_writer(folder: Path) -> Callable[[Event], None]:
     writers: list[Any] = []
 
     def write(event: Event) -> None:
-        if isinstance(event, train.Start):  # what a killed run wrote after its last checkpoint will come again
+        if isinstance(event, events.Start):  # what a killed run wrote after its last checkpoint will come again
             writers.append(SummaryWriter(str(folder / "tensorboard"), purge_step=event.step + 1))
-        elif isinstance(event, train.Step | train.Eval):
-            part = "training" if isinstance(event, train.Step) else "validation"
+        elif isinstance(event, events.Step | events.Eval):
+            part = "training" if isinstance(event, events.Step) else "validation"
             for key, value in msgspec.structs.asdict(event).items():
                 if key != "step":
                     writers[0].add_scalar(f"{part}/{key}", value, event.step)
-        elif isinstance(event, train.Sample):
+        elif isinstance(event, events.Sample):
             writers[0].add_text("sample", f"{event.prompt}{event.text}", event.step)
-        elif isinstance(event, train.Done):
+        elif isinstance(event, events.Done):
             writers[0].close()
 
     return write
@@ -265,7 +264,7 @@ def shown(as_json: bool) -> Iterator[Callable[[Event], None]]:
 
             def show(event: Event) -> None:
                 screen(event)
-                if type(event).__name__ in ("Start", "Done"):
+                if isinstance(event, events.Start | events.Done):
                     live.console.print("\n".join(lines_of(event)), markup=False)
 
             yield show
@@ -273,16 +272,14 @@ def shown(as_json: bool) -> Iterator[Callable[[Event], None]]:
 
 def as_json_line(event: Event) -> None:
     """One event as one line of JSON."""
-    if type(event).__name__ != "Progress":
+    if not isinstance(event, events.Progress):
         output.emit_json(event, indent=False)
 
 
 def lines_of(event: Event) -> list[str]:
     """An event as plain lines; none for what a pipe need not see."""
-    from llmcli import train
-
     match event:
-        case train.Start():
+        case events.Start():
             tied = "tied" if event.tie_word_embeddings else "untied"
             how = f"{event.device}, {event.precision}{', compiled' if event.compiled else ''}"
             many = f", {event.processes} processes" if event.processes > 1 else ""
@@ -296,21 +293,21 @@ def lines_of(event: Event) -> list[str]:
                     for group in event.groups
                 ),
             ]
-        case train.Step():
+        case events.Step():
             return [
                 f"step {event.step}  loss {event.loss:.4f}  lr {event.lr:.3g}  grad {event.grad_norm:.3g}  "
                 f"{quantity(round(event.tokens_per_second))} tokens/s  mfu {event.mfu:.0%}  {size(event.memory)}"
             ]
-        case train.Eval():
+        case events.Eval():
             return [
                 f"step {event.step}  val loss {event.val_loss:.4f}  perplexity {event.perplexity:.4g}  "
                 f"{event.bits_per_byte:.4f} bits/byte"
             ]
-        case train.Saved():
+        case events.Saved():
             return [f"step {event.step}  saved {event.path}"]
-        case train.Sample():
+        case events.Sample():
             return [f"step {event.step}  sample {event.prompt + event.text!r}"]
-        case train.Done():
+        case events.Done():
             best = "" if event.best_loss is None else f", best val loss {event.best_loss:.4f} at step {event.best_step}"
             return [f"{event.reason} at step {event.step} after {event.seconds:.1f} s{best}: {event.out}"]
     return []
