@@ -25,10 +25,13 @@ def make_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    for module in pkgutil.iter_modules(commands.__path__):
-        run = importlib.import_module(f"{commands.__name__}.{module.name}").run
-        app.command(module.name.replace("_", "-"))(run)
-
+    files = sorted(module.name for module in pkgutil.iter_modules(commands.__path__))
+    modules = {name.replace("_", "-"): importlib.import_module(f"{commands.__name__}.{name}") for name in files}
+    for heading in (*commands.GROUPS, None):
+        for name, module in modules.items():
+            group = getattr(module, "GROUP", None)
+            if heading == (group if group in commands.GROUPS else None):
+                app.command(name, rich_help_panel=heading)(module.run)
     app.callback()(top)
     return app
 

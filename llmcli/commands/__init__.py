@@ -1,4 +1,8 @@
-"""One file, one command: `run` with its options and `view` with its table. Here are the options that several share."""
+"""One file, one command: `run` with its options and `view` with its table. Here are the options that several share.
+
+Every option's help is a sentence that says what it does, then "; default: ..." where the value left out is not shown.
+A command with many options puts them under headings; what opens a checkpoint and what is written have theirs here.
+"""
 
 from __future__ import annotations
 
@@ -6,34 +10,91 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from llmcli import completion
+
 if TYPE_CHECKING:
     from llmcli.mapping import Plan
     from llmcli.model import Decoder
 
+GROUPS = ("Train", "Checkpoints", "Ask a model", "Look inside")
+"""The headings of `llmcli --help`, in order; a command's file says `GROUP = "..."`."""
+
+OPENING = "Opening the checkpoint"
+"""The heading of the options that say which checkpoint is meant and how it is opened."""
+OUTPUT = "Output"
+"""The heading of the options that say what is shown and written."""
+SAMPLING = "Choosing tokens"
+"""The heading of the options by which the next token is drawn."""
+
 Checkpoint = Annotated[
     str,
-    typer.Argument(metavar="CHECKPOINT", help="A checkpoint: a folder with config.json and model.safetensors."),
+    typer.Argument(
+        metavar="CHECKPOINT",
+        help="A checkpoint: a folder, a file of weights, or org/name on the Hub.",
+        autocompletion=completion.checkpoints,
+    ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.", rich_help_panel=OUTPUT)]
 Tie = Annotated[
     Literal["auto", "tie", "untie"],
-    typer.Option(help="Tie the output to the embedding: as file and config say, or as told."),
+    typer.Option(help="Tie the output to the embedding; auto: as file and config say.", rich_help_panel=OPENING),
+]
+Keep = Annotated[
+    Literal["input", "output"] | None,
+    typer.Option(help="Keep this one of two different matrices, with --tie tie.", rich_help_panel=OPENING),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TYPE",
+        help="Hold the weights in float32, bfloat16, float16 or float64; default: the file's type.",
+        autocompletion=completion.dtypes,
+        rich_help_panel=OPENING,
+    ),
+]
+Device = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="Compute on this device: cpu, cuda, cuda:1 or mps.",
+        autocompletion=completion.devices,
+        rich_help_panel=OPENING,
+    ),
 ]
 Revision = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Of a repository on the Hub: a branch, a tag or a commit."),
+    typer.Option(
+        metavar="NAME", help="Take this branch, tag or commit of a repository on the Hub.", rich_help_panel=OPENING
+    ),
 ]
-Offline = Annotated[bool, typer.Option("--offline", help="Do not touch the network: use what the cache holds.")]
-Keep = Annotated[
-    Literal["input", "output"] | None,
-    typer.Option(help="With --tie tie on two different matrices: which one stays."),
+Offline = Annotated[
+    bool,
+    typer.Option("--offline", help="Do not touch the network: use what the cache holds.", rich_help_panel=OPENING),
 ]
+Ids = Annotated[str | None, typer.Option(metavar="IDS", help="Give the text as token ids instead: '1,403,407'.")]
+Temperature = Annotated[
+    float,
+    typer.Option(
+        metavar="X",
+        help="Draw more freely (above 1) or less; 0: always the most probable token.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Draw by this seed: the same gives the same text.", rich_help_panel=SAMPLING),
+]
+Field = Annotated[str, typer.Option(metavar="NAME", help="Take the text from this key of JSON lines and parquet.")]
 
-Dtype = Annotated[
-    str | None,
-    typer.Option(metavar="TYPE", help="float32, bfloat16, float16 or float64; default: the file's."),
-]
-Device = Annotated[str, typer.Option(metavar="NAME", help="Where to compute: cpu, cuda, cuda:1, mps.")]
+
+def given_ids(text: str) -> list[int]:
+    """The numbers of `--ids`. Raises UsageError."""
+    from llmcli.errors import UsageError
+
+    try:
+        return [int(word) for word in text.replace(",", " ").split()]
+    except ValueError:
+        raise UsageError(f"--ids {text}: not a list of numbers", "For example: --ids 1,403,407.") from None
 
 
 def open_model(

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import msgspec
 import typer
 
-from llmcli.commands import AsJson
+from llmcli import completion
+from llmcli.commands import OUTPUT, AsJson, Offline, Revision
 from llmcli.output import Fitting, bar, emit, emit_json, note, quantity, size, warn
 
 if TYPE_CHECKING:
@@ -22,37 +23,56 @@ if TYPE_CHECKING:
     from llmcli.costs import Costs
     from llmcli.params import Counted, EmbeddingShare, Line, ParameterCount
 
+GROUP = "Checkpoints"
+COSTS = "Costs"
+
 Targets = Annotated[
     list[str],
     typer.Argument(
         metavar="TARGET...",
         help="A preset, a config file (ours or config.json), a checkpoint folder, a .safetensors file, or org/name "
         "on the Hub.",
+        autocompletion=completion.targets,
     ),
 ]
 By = Annotated[
     Literal["part", "layer", "tensor"] | None,
-    typer.Option(help="The parameters by part, by layer, or tensor by tensor."),
+    typer.Option(help="List the parameters by part, by layer, or tensor by tensor."),
 ]
 ShowTable = Annotated[
     Literal["embeddings"] | None,
-    typer.Option("--table", help="One line a target: its embedding matrix, and what tying the output to it saves."),
+    typer.Option("--table", help="Show one line a target: its embedding matrix, and what tying the output saves."),
 ]
-Cost = Annotated[bool, typer.Option("--cost", help="Add memory and operations: weights, cache, training, one token.")]
+Cost = Annotated[
+    bool,
+    typer.Option(
+        "--cost", help="Add memory and operations: weights, cache, training, one token.", rich_help_panel=COSTS
+    ),
+]
 Dtype = Annotated[
     Literal["float32", "bfloat16", "float16"] | None,
-    typer.Option(help="With --cost: the type of cache, activations and logits (bfloat16)."),
+    typer.Option(help="Reckon cache, activations and logits in this type; default: bfloat16.", rich_help_panel=COSTS),
 ]
 Context = Annotated[
-    int | None, typer.Option(min=1, help="With --cost: positions (as many as the model's config says).")
+    int | None,
+    typer.Option(
+        metavar="N", min=1, help="Reckon with so many positions; default: the model's.", rich_help_panel=COSTS
+    ),
 ]
-Batch = Annotated[int | None, typer.Option(min=1, help="With --cost: sequences at a time (1).")]
-ShowFiles = Annotated[bool, typer.Option("--files", help="With --json: add what a checkpoint's files hold besides.")]
+Batch = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", min=1, help="Reckon with so many sequences at a time; default: 1.", rich_help_panel=COSTS
+    ),
+]
+ShowFiles = Annotated[
+    bool,
+    typer.Option("--files", help="Add what a checkpoint's files hold besides, with --json.", rich_help_panel=OUTPUT),
+]
 Plot = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Draw the parts to an .svg, .png or .pdf (extra: plot).")
+    Path | None,
+    typer.Option(metavar="FILE", help="Draw the parts to an .svg, .png or .pdf (extra: plot).", rich_help_panel=OUTPUT),
 ]
-Revision = Annotated[str | None, typer.Option(help="Of a repository on the Hub: a branch, a tag or a commit.")]
-Offline = Annotated[bool, typer.Option("--offline", help="Only what is on this machine, no network.")]
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -94,7 +114,9 @@ def run(
     offline: Offline = False,
     as_json: AsJson = False,
 ) -> None:
-    """Count parameters, tied and untied, without reading weights; a checkpoint's by the headers of its files.
+    """Count parameters, tied and untied, and what they cost, without reading weights.
+
+    A checkpoint is counted by the headers of its files.
 
     Example: llmcli count-params gpt2 gemma-2b --cost --context 1024
     """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from llmcli.commands import AsJson
+from llmcli.commands import OUTPUT, AsJson
 from llmcli.output import emit, quantity, sparkline
 
 if TYPE_CHECKING:
@@ -16,9 +16,18 @@ if TYPE_CHECKING:
 
     from llmcli.curves import Curve
 
+GROUP = "Train"
+
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of training runs, or their metrics.jsonl.")]
-Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw all of them: .svg, .png or .pdf.")]
-Csv = Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write the one run's numbers as CSV.")]
+Plot = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="Draw all curves to an .svg, .png or .pdf (extra: plot).", rich_help_panel=OUTPUT
+    ),
+]
+Csv = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write one run's numbers as CSV.", rich_help_panel=OUTPUT)
+]
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):

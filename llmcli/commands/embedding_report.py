@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from llmcli.commands import AsJson, Checkpoint, Offline, Revision
+from llmcli.commands import OUTPUT, AsJson, Checkpoint, Offline, Revision
 from llmcli.output import bar, emit, note, progress
 
 if TYPE_CHECKING:
@@ -20,10 +20,16 @@ if TYPE_CHECKING:
     from llmcli.neighbours import Names
     from llmcli.probe import Floats, Matrix
 
-MatrixName = Annotated[Literal["input", "output"], typer.Option(help="The embedding, or the output projection.")]
+GROUP = "Look inside"
+
+MatrixName = Annotated[
+    Literal["input", "output"], typer.Option(help="Look at the embedding or at the output projection.")
+]
 Plot = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Draw norms and cosines to an .svg, .png or .pdf (extra: plot)."),
+    typer.Option(
+        metavar="FILE", help="Draw norms and cosines to an .svg, .png or .pdf (extra: plot).", rich_help_panel=OUTPUT
+    ),
 ]
 
 MOST = 24
@@ -38,9 +44,9 @@ def run(
     offline: Offline = False,
     as_json: AsJson = False,
 ) -> None:
-    """Report on the matrix of token vectors: norms, directions, rank, duplicates, and tokens training never reached.
+    """Report on the matrix of token vectors: norms, directions, rank, duplicates, tokens never trained.
 
-    Reads one tensor, in place, without torch.
+    One tensor is read, in place, without torch.
 
     Example: llmcli embedding-report runs/glasslm
     """

@@ -6,14 +6,16 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from llmcli import output
-from llmcli.commands import AsJson, Device, Dtype, Keep, Offline, Revision, Tie, open_model
+from llmcli import completion, output
+from llmcli.commands import OUTPUT, AsJson, Device, Dtype, Field, Keep, Offline, Revision, Tie, open_model
 from llmcli.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from llmcli.evaluate import Bin, Evaluation, TokenLoss
+
+GROUP = "Ask a model"
 
 WORST = 20
 """Tokens in the table of the worst; --json has them all."""
@@ -29,16 +31,33 @@ class Report(NamedTuple):
 
 
 def run(
-    targets: Annotated[list[str], typer.Argument(metavar="CHECKPOINT... FILE", help="Checkpoints, then the text.")],
+    targets: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="CHECKPOINT... FILE",
+            help="Checkpoints, then the text.",
+            autocompletion=completion.checkpoints,
+        ),
+    ],
     context: Annotated[
-        int | None, typer.Option(min=1, help="Tokens in a window; default: the model's, to 2048.")
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Read so many tokens in a window; default: the model's context, to 2,048."
+        ),
     ] = None,
     stride: Annotated[
-        int | None, typer.Option(min=1, help="Tokens from one window to the next; default: half a window.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Go on by so many tokens to the next window; default: half a window."),
     ] = None,
-    by_token: Annotated[bool, typer.Option(help="Show the worst tokens and where they stand.")] = False,
-    context_curve: Annotated[bool, typer.Option(help="Show the loss by how many tokens stand before.")] = False,
-    field: Annotated[str, typer.Option(help="The key of the text in JSON lines and parquet.")] = "text",
+    field: Field = "text",
+    by_token: Annotated[
+        bool,
+        typer.Option("--by-token", help="Show the worst tokens and where they stand.", rich_help_panel=OUTPUT),
+    ] = False,
+    context_curve: Annotated[
+        bool,
+        typer.Option("--context-curve", help="Show the loss by how many tokens stand before.", rich_help_panel=OUTPUT),
+    ] = False,
     tie: Tie = "auto",
     keep: Keep = None,
     dtype: Dtype = None,
@@ -47,8 +66,9 @@ def run(
     offline: Offline = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the loss over a text, each token predicted once, with at least context - stride tokens before it.
+    """Measure how well models predict a text: loss, perplexity, bits per byte.
 
+    Each token is predicted once, with at least context - stride tokens before it.
     Loss and perplexity compare models of one tokenizer; bits per byte compare any two.
 
     Example: llmcli evaluate runs/default/best runs/other/best text.txt --stride 128

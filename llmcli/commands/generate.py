@@ -10,7 +10,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from llmcli import output
-from llmcli.commands import AsJson, Checkpoint, Device, Dtype, Keep, Offline, Revision, Tie, open_model
+from llmcli.commands import (
+    OUTPUT,
+    SAMPLING,
+    AsJson,
+    Checkpoint,
+    Device,
+    Dtype,
+    Ids,
+    Keep,
+    Offline,
+    Revision,
+    Seed,
+    Temperature,
+    Tie,
+    given_ids,
+    open_model,
+)
 from llmcli.errors import DataError, LlmcliError, TokenizerError, UsageError
 
 if TYPE_CHECKING:
@@ -20,30 +36,58 @@ if TYPE_CHECKING:
     from llmcli.model import Decoder
     from llmcli.tokenizer import Tokenizer
 
+GROUP = "Ask a model"
+
+Prompt = Annotated[
+    str | None,
+    typer.Argument(metavar="PROMPT", help="The text to go on from; '-' or a pipe: stdin; empty: a new text."),
+]
+PromptFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Read the prompt from a file.")]
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", metavar="N", help="Stop after so many tokens.")]
+Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End before this text. May be repeated.")]
+NumSamples = Annotated[int, typer.Option(metavar="N", min=1, help="Give so many answers, as one batch.")]
+TopK = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Draw among so many most probable tokens.", rich_help_panel=SAMPLING),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(metavar="X", help="Draw among the most probable tokens that reach X.", rich_help_panel=SAMPLING),
+]
+MinP = Annotated[
+    float | None,
+    typer.Option(metavar="X", help="Leave out what is below X times the most probable.", rich_help_panel=SAMPLING),
+]
+RepetitionPenalty = Annotated[
+    float,
+    typer.Option(metavar="X", help="Make what was said less likely, above 1.", rich_help_panel=SAMPLING),
+]
+Logprobs = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=0, help="Show each token's probability and its N rivals'.", rich_help_panel=OUTPUT),
+]
+Cache = Annotated[bool, typer.Option(help="Keep keys and values, or compute all positions each time.")]
+
 CONFIDENCE = ((0.8, "green"), (0.4, "yellow"), (0.1, "dark_orange"), (0.0, "red"))
 """The colour of a token by its probability: at least so much."""
 
 
 def run(
     checkpoint: Checkpoint,
-    prompt: Annotated[
-        str | None, typer.Argument(help="The text to go on from; '-' or a pipe: stdin; empty: a new text.")
-    ] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
-    ids: Annotated[str | None, typer.Option(help="The prompt as token ids: '1,403,407'.")] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Stop after so many tokens.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0: always the most probable token; 1: as learned.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(help="Draw among the k most probable tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw among the most probable tokens that reach p.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Leave out what is below p times the most probable one.")] = None,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: what was said becomes less likely.")] = 1.0,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
-    num_samples: Annotated[int, typer.Option(min=1, help="So many answers to the prompt, as one batch.")] = 1,
-    logprobs: Annotated[
-        int | None, typer.Option(min=0, help="Show each token's probability and its N rivals'.")
-    ] = None,
-    cache: Annotated[bool, typer.Option(help="Keep keys and values, or compute all positions each time.")] = True,
+    prompt: Prompt = None,
+    prompt_file: PromptFile = None,
+    ids: Ids = None,
+    max_new_tokens: MaxNewTokens = 256,
+    stop: Stop = None,
+    num_samples: NumSamples = 1,
+    temperature: Temperature = 0.8,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = None,
+    logprobs: Logprobs = None,
+    cache: Cache = True,
     tie: Tie = "auto",
     keep: Keep = None,
     dtype: Dtype = None,
@@ -59,7 +103,7 @@ def run(
     if sum(given is not None for given in (prompt, prompt_file, ids)) > 1:
         raise UsageError("more than one prompt: an argument, --prompt-file and --ids", "Give one of them.")
     talking = prompt is None and prompt_file is None and ids is None and sys.stdin.isatty() and not as_json
-    given = None if talking else _given_ids(ids) if ids is not None else _given_text(prompt, prompt_file)
+    given = None if talking else given_ids(ids) if ids is not None else _given_text(prompt, prompt_file)
     from llmcli import targets
 
     path = targets.find_checkpoint(checkpoint, revision=revision, offline=offline)
@@ -172,13 +216,6 @@ def _sampling(**options: Any) -> Sampling:
         what, _, where = str(error).partition(" - at `$.")
         option = "--" + where.rstrip("`").replace("_", "-")
         raise UsageError(f"{option}: {what[:1].lower()}{what[1:]}", "See llmcli generate --help.") from None
-
-
-def _given_ids(text: str) -> list[int]:
-    try:
-        return [int(word) for word in text.replace(",", " ").split()]
-    except ValueError:
-        raise UsageError(f"--ids {text}: not a list of numbers", "For example: --ids 1,403,407.") from None
 
 
 def _given_text(prompt: str | None, file: Path | None) -> str:

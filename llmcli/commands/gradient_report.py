@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmcli.commands import AsJson, Checkpoint, Keep, Tie, open_model
+from llmcli.commands import AsJson, Checkpoint, Device, Keep, Offline, Revision, Tie, open_model
 from llmcli.output import emit
 
 if TYPE_CHECKING:
@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 
     from llmcli.gradients import GradientReport
 
-Text = Annotated[str, typer.Option(metavar="TEXT", help="The text whose next-token loss is taken.")]
-Count = Annotated[int, typer.Option("-k", metavar="K", help="How many rows that are not in the text.", min=0)]
+GROUP = "Look inside"
+
+Text = Annotated[str, typer.Option(metavar="TEXT", help="Take the next-token loss of this text.")]
+Count = Annotated[int, typer.Option("-k", metavar="N", min=0, help="Show so many rows that are not in the text.")]
 
 
 def run(
@@ -24,6 +26,9 @@ def run(
     k: Count = 10,
     tie: Tie = "auto",
     keep: Keep = None,
+    device: Device = "cpu",
+    revision: Revision = None,
+    offline: Offline = False,
     as_json: AsJson = False,
 ) -> None:
     """Show which rows of the embedding get a gradient from a text: by being read, and by being scored.
@@ -38,15 +43,15 @@ def run(
     from llmcli.errors import UsageError
     from llmcli.neighbours import Names
 
-    path = targets.find_checkpoint(checkpoint)
-    model, _ = open_model(str(path), tie, keep, "float32")
+    path = targets.find_checkpoint(checkpoint, revision=revision, offline=offline)
+    model, _ = open_model(str(path), tie, keep, "float32", device=device)
     names = Names(path, model.config.vocab_size)
     if not names.known:
         raise UsageError(f"{path}: there is no tokenizer beside the weights", "A text needs one.")
     ids = names.tokenizer.encode(text)
     names.check(ids)
     spellings = [names.of(id) for id in range(model.config.vocab_size)]
-    emit(gradients.report(model, torch.tensor([ids]), spellings, k), view, as_json)
+    emit(gradients.report(model, torch.tensor([ids], device=device), spellings, k), view, as_json)
 
 
 def view(result: GradientReport) -> RenderableType:

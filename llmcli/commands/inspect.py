@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmcli.commands import AsJson, Offline, Revision
+from llmcli import completion
+from llmcli.commands import AsJson, Checkpoint, Offline, Revision
 from llmcli.output import emit, progress, quantity, size
 
 if TYPE_CHECKING:
@@ -23,17 +24,17 @@ if TYPE_CHECKING:
     from llmcli.inspection import Inspection, MatrixHealth, TensorEntry, TieStatus
     from llmcli.tensors import TensorInfo
 
-Target = Annotated[
-    str,
+GROUP = "Checkpoints"
+
+Other = Annotated[
+    str | None,
     typer.Argument(
-        metavar="CHECKPOINT",
-        help="A checkpoint: a folder, a file of weights, or org/name on the Hub (of which only headers are fetched).",
+        metavar="OTHER", help="A second one, to compare the first with.", autocompletion=completion.checkpoints
     ),
 ]
-Other = Annotated[str | None, typer.Argument(metavar="[OTHER]", help="A second one, to compare the first with.")]
 Patterns = Annotated[
     list[str] | None,
-    typer.Option("--tensors", metavar="PATTERN", help="List the tensors whose names fit, one by one: '*.mlp.*'."),
+    typer.Option("--tensors", metavar="PATTERN", help="List the tensors whose names fit: '*.mlp.*'. May be repeated."),
 ]
 Full = Annotated[bool, typer.Option("--full", help="Read every value instead of a sample of the embedding's rows.")]
 
@@ -42,7 +43,7 @@ MOST = 20
 
 
 def run(
-    target: Target,
+    target: Checkpoint,
     other: Other = None,
     patterns: Patterns = None,
     full: Full = False,
@@ -50,7 +51,9 @@ def run(
     offline: Offline = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what is in a checkpoint, sound or broken, without loading it; with two, what lies between them.
+    """Show what is in a checkpoint, sound or broken, without loading it; of two, what lies between them.
+
+    Of a repository on the Hub only headers are fetched.
 
     Example: llmcli inspect ./gpt2 --tensors '*.ln_*'
     """

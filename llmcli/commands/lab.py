@@ -6,29 +6,34 @@ from typing import Annotated
 
 import typer
 
-from llmcli.commands import Checkpoint, Keep, Offline, Revision, Tie, open_model
+from llmcli.commands import Checkpoint, Device, Dtype, Keep, Offline, Revision, Tie, open_model
 from llmcli.commands.trace import open_tokenizer
 from llmcli.errors import LlmcliError
 from llmcli.output import note, warn, write
 
+GROUP = "Look inside"
+
 
 def run(
     checkpoint: Checkpoint,
-    prompt: Annotated[str | None, typer.Argument(help="The text that the page begins with.")] = None,
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="0: any that is free; default: 8765.")] = None,
-    host: Annotated[str, typer.Option(help="Where to listen; other than this machine itself only if you must.")] = (
-        "127.0.0.1"
-    ),
+    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The text that the page begins with.")] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=0, max=65535, help="Listen on this port, 0: on any; default: 8765, or any."),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(metavar="NAME", help="Listen here; other than this machine itself only if you must.")
+    ] = "127.0.0.1",
     browser: Annotated[bool, typer.Option(help="Open the page in the browser.")] = True,
-    max_tokens: Annotated[int, typer.Option(min=1, help="The longest prompt, in tokens.")] = 512,
+    max_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Take prompts of so many tokens at most.")] = 512,
     tie: Tie = "auto",
     keep: Keep = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; default: the file's.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, mps.")] = "cpu",
+    dtype: Dtype = None,
+    device: Device = "cpu",
     revision: Revision = None,
     offline: Offline = False,
 ) -> None:
-    """Open a page that shows the data flow through a model: every stage of every pass, step by step.
+    """Open a page that shows the data flow through a model, every stage of every pass.
 
     Example: llmcli lab runs/default/best "Once upon a time"
     """
@@ -45,9 +50,9 @@ def run(
     with server.listen(host, port) as listening:  # first: a port that is taken is known at once
         path = find_checkpoint(checkpoint, revision=revision, offline=offline)
         tokenizer = open_tokenizer(path, needed=False)
-        model, plan = open_model(checkpoint, tie, keep, dtype, revision, offline)
+        model, plan = open_model(str(path), tie, keep, dtype, device=device)
         lab = Lab(
-            model.to(device),
+            model,
             tokenizer,
             name=path.resolve().name,
             tie=plan.tie.reason,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 import typer
 
-from llmcli.commands import AsJson, Keep, Offline, Revision, Tie
+from llmcli.commands import OUTPUT, AsJson, Checkpoint, Dtype, Keep, Offline, Revision, Tie
 from llmcli.output import emit, progress, quantity, warn
 
 if TYPE_CHECKING:
@@ -20,22 +20,30 @@ if TYPE_CHECKING:
     from llmcli.mapping import Plan
     from llmcli.verify import Verification
 
-Source = Annotated[
-    str,
-    typer.Argument(metavar="SOURCE", help="A checkpoint: a folder, a file of weights in it, or org/name on the Hub."),
+GROUP = "Checkpoints"
+
+Out = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Write a clean checkpoint to this folder.", rich_help_panel=OUTPUT)
 ]
-Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Write a clean checkpoint here.")]
 Check = Annotated[bool, typer.Option("--check", help="Stop after the headers: read no weights.")]
 Verify = Annotated[bool, typer.Option("--verify", help="Compare logits with transformers, where it is installed.")]
-Dtype = Annotated[str | None, typer.Option(metavar="TYPE", help="Convert to float32, bfloat16 or float16.")]
 Head = Annotated[
     Literal["none", "copy"],
-    typer.Option(help="copy: write a tied output a second time, for tools that look for it by name."),
+    typer.Option(
+        help="Write a tied output a second time (copy), for tools that look for it by name.", rich_help_panel=OUTPUT
+    ),
 ]
 ShardSize = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Split the weights into files of at most this size (5GB, 500MB).")
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Split the weights into files of at most this size: 500MB; default: 5GB.",
+        rich_help_panel=OUTPUT,
+    ),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Replace the checkpoint that is already at --out.")]
+Force = Annotated[
+    bool, typer.Option("--force", help="Replace the checkpoint that is already at --out.", rich_help_panel=OUTPUT)
+]
 
 
 class TieReport(msgspec.Struct, frozen=True):
@@ -58,7 +66,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run(
-    source: Source,
+    source: Checkpoint,
     out: Out = None,
     check: Check = False,
     verify: Verify = False,

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from llmcli.evaluate import Guess, Prediction, Why
 
 
+GROUP = "Ask a model"
+
+
 class Report(msgspec.Struct, frozen=True):
     """A prediction a position, and the reasons of the candidates that were asked about."""
 
@@ -25,13 +28,19 @@ class Report(msgspec.Struct, frozen=True):
 
 def run(
     checkpoint: Checkpoint,
-    text: Annotated[str, typer.Argument(help="The text that the model reads.")],
-    top_k: Annotated[int, typer.Option("--top-k", "-k", min=0, help="Candidates a position.")] = 5,
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="The text that the model reads.")],
+    top_k: Annotated[
+        int, typer.Option("--top-k", "-k", metavar="N", min=0, help="Show so many candidates a position.")
+    ] = 5,
     why: Annotated[
         list[str] | None,
-        typer.Option(help="A token whose logit to take apart: ' king', 'Ġking' or 'id:42'; several times."),
+        typer.Option(
+            metavar="TOKEN", help="Take this token's logit apart: ' king', 'Ġking' or 'id:42'. May be repeated."
+        ),
     ] = None,
-    position: Annotated[int | None, typer.Option(help="One position alone, from 0; -1 is the last.")] = None,
+    position: Annotated[
+        int | None, typer.Option(metavar="N", help="Show one position alone, from 0; -1 is the last.")
+    ] = None,
     tie: Tie = "auto",
     keep: Keep = None,
     dtype: Dtype = None,
@@ -40,7 +49,7 @@ def run(
     offline: Offline = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the distribution of the next token at each position, and the rank of the token that follows.
+    """Show what a model expects after each token of a text, and the rank of the token that follows.
 
     --why takes a candidate's logit apart: state · row = |state| |row| cosine, and the bias.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from llmcli.commands import AsJson, Checkpoint, Offline, Revision
+from llmcli.commands import OUTPUT, AsJson, Checkpoint, Offline, Revision
 from llmcli.output import emit, emit_json, error, note, progress, size, warn
 
 if TYPE_CHECKING:
@@ -22,50 +22,85 @@ if TYPE_CHECKING:
     from llmcli.neighbours import Analogies, Answer, Comparison, Export, Names, Query
     from llmcli.probe import Ids, Rows, Spread
 
+GROUP = "Look inside"
+QUERY = "What to ask for"
+
 Tokens = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="TOKEN", help="A token as the vocabulary spells it (▁she, Ġking), as text (' she'), or #id."
+        metavar="TOKEN...", help="Tokens as the vocabulary spells them (▁she, Ġking), as text (' she'), or #id."
     ),
 ]
-Text = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Ask for each token of a text.")]
-Mean = Annotated[bool, typer.Option("--mean", help="Ask for the mean of all these tokens instead of each.")]
+Text = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TEXT", help="Ask for each token of a text. May be repeated.", rich_help_panel=QUERY),
+]
+Mean = Annotated[
+    bool, typer.Option("--mean", help="Ask for the mean of all these tokens instead of each.", rich_help_panel=QUERY)
+]
 Vector = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Ask for the vectors in a file: .npy or JSON numbers.")
+    Path | None,
+    typer.Option(metavar="FILE", help="Ask for the vectors in a file: .npy or JSON numbers.", rich_help_panel=QUERY),
 ]
 Analogy = Annotated[
-    list[str] | None, typer.Option(metavar="SUM", help="Ask for 'king - man + woman', a sum of unit vectors.")
+    list[str] | None,
+    typer.Option(
+        metavar="SUM",
+        help="Ask for 'king - man + woman', a sum of unit vectors. May be repeated.",
+        rich_help_panel=QUERY,
+    ),
 ]
 AnalogyFile = Annotated[
     Path | None,
     typer.Option(
-        "--analogies", metavar="FILE", help="Score a file of analogies: ': section' lines, four words a line."
+        "--analogies",
+        metavar="FILE",
+        help="Score a file of analogies: ': section' lines, four words a line.",
+        rich_help_panel=QUERY,
     ),
 ]
 Method = Annotated[
-    Literal["add", "mul"], typer.Option(help="Answer analogies by adding cosines (3CosAdd) or multiplying (3CosMul).")
+    Literal["add", "mul"],
+    typer.Option(help="Answer analogies by adding cosines (3CosAdd) or multiplying (3CosMul).", rich_help_panel=QUERY),
 ]
-Lines = Annotated[bool, typer.Option("--stdin", help="Also read tokens from standard input, answering line by line.")]
-Count = Annotated[int, typer.Option("-k", metavar="K", help="How many neighbours.", min=0)]
+Lines = Annotated[
+    bool,
+    typer.Option(
+        "--stdin", help="Also read tokens from standard input, answering line by line.", rich_help_panel=QUERY
+    ),
+]
+Count = Annotated[int, typer.Option("-k", metavar="N", min=0, help="Show so many neighbours.")]
 MatrixName = Annotated[
     Literal["input", "output", "both"],
-    typer.Option(help="The embedding, the output projection, or both side by side."),
+    typer.Option(help="Look at the embedding, at the output projection, or at both side by side."),
 ]
-MetricName = Annotated[Literal["cosine", "dot", "l2"], typer.Option(help="What near means.")]
+MetricName = Annotated[Literal["cosine", "dot", "l2"], typer.Option(help="Measure nearness by this.")]
 Center = Annotated[bool, typer.Option("--center", help="Take the mean of all rows from every vector first.")]
 Among = Annotated[Path | None, typer.Option(metavar="FILE", help="Answer only with the tokens in a file, one a line.")]
 AllRows = Annotated[bool, typer.Option("--all-rows", help="Keep the padding rows behind the last token.")]
 Baseline = Annotated[
-    bool, typer.Option("--baseline", help="In JSON too: mean and spread of the score of random pairs of rows.")
+    bool,
+    typer.Option(
+        "--baseline",
+        help="Add mean and spread of the score of random pairs of rows, with --json.",
+        rich_help_panel=OUTPUT,
+    ),
 ]
 Plot = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Draw similarities and a map to an .svg, .png or .pdf (extra: plot)."),
+    typer.Option(
+        metavar="FILE",
+        help="Draw similarities and a map to an .svg, .png or .pdf (extra: plot).",
+        rich_help_panel=OUTPUT,
+    ),
 ]
 ExportTo = Annotated[
     Path | None,
     typer.Option(
-        "--export", metavar="DIR", help="Write the rows for the Embedding Projector and in word2vec's format."
+        "--export",
+        metavar="DIR",
+        help="Write the rows for the Embedding Projector and in word2vec's format.",
+        rich_help_panel=OUTPUT,
     ),
 ]
 
@@ -93,9 +128,10 @@ def run(
     offline: Offline = False,
     as_json: AsJson = False,
 ) -> None:
-    """Find the tokens whose vectors are nearest to a token's. Reads one tensor, in place, without torch.
+    """Find the tokens whose vectors are nearest to a token's.
 
-    Scores are exact: they equal float64's. Rows that are zero or not finite are left out, and so is the query itself.
+    One tensor is read, in place, without torch. Scores are exact: they equal float64's. Rows that are zero or not
+    finite are left out, and so is the query itself.
 
     Example: llmcli nearest-tokens runs/glasslm ' she' -k 5
     """

@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from llmcli import completion
 from llmcli.commands import AsJson
 from llmcli.output import emit, quantity, write
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+
+GROUP = "Checkpoints"
 
 
 class Preset(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,10 +30,13 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Print this preset's file instead.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", help="A preset, to print its file.", autocompletion=completion.presets),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the presets with family, size and source, or print one.
+    """List the models and recipes that have a name, with family, size and source, or print one.
 
     Example: llmcli presets gemma-2b
     """

@@ -8,7 +8,22 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from llmcli.commands import AsJson, Checkpoint, Keep, Offline, Revision, Tie, open_model
+from llmcli.commands import (
+    OUTPUT,
+    AsJson,
+    Checkpoint,
+    Device,
+    Dtype,
+    Ids,
+    Keep,
+    Offline,
+    Revision,
+    Seed,
+    Temperature,
+    Tie,
+    given_ids,
+    open_model,
+)
 from llmcli.errors import TokenizerError, UsageError
 from llmcli.output import emit, note, size
 
@@ -18,6 +33,9 @@ if TYPE_CHECKING:
     from llmcli.lab import Lab
     from llmcli.tokenizer import Tokenizer
     from llmcli.trace import Pass, Stage
+
+GROUP = "Look inside"
+VALUES = "Values of one stage"
 
 ROWS, COLUMNS = 10, 8
 """How many of a stage's rows and columns a table shows unless told; JSON has them all."""
@@ -59,37 +77,51 @@ class Slice(msgspec.Struct, frozen=True):
 
 def run(
     checkpoint: Checkpoint,
-    text: Annotated[str | None, typer.Argument(help="The text to run the model on.")] = None,
-    ids: Annotated[str | None, typer.Option(help="The text as token ids: '1,403,407'.")] = None,
+    text: Annotated[str | None, typer.Argument(metavar="TEXT", help="The text that the model reads.")] = None,
+    ids: Ids = None,
     stage: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Show values of one stage: embed, blocks.0.weights, logits.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Show values of one stage: embed, blocks.0.weights, logits.",
+            rich_help_panel=VALUES,
+        ),
     ] = None,
-    head: Annotated[int, typer.Option(min=0, help="With --stage: which head, where there are several.")] = 0,
-    rows: Annotated[str | None, typer.Option(metavar="A:B", help="With --stage: rows A to B-1.")] = None,
-    columns: Annotated[str | None, typer.Option(metavar="A:B", help="With --stage: columns A to B-1.")] = None,
+    head: Annotated[
+        int,
+        typer.Option(metavar="N", min=0, help="Show this head, where the stage has several.", rich_help_panel=VALUES),
+    ] = 0,
+    rows: Annotated[str | None, typer.Option(metavar="A:B", help="Show rows A to B-1.", rich_help_panel=VALUES)] = None,
+    columns: Annotated[
+        str | None, typer.Option(metavar="A:B", help="Show columns A to B-1.", rich_help_panel=VALUES)
+    ] = None,
     new: Annotated[
         int, typer.Option("--generate", "-n", metavar="N", min=0, help="Go on for N tokens, each a cached pass.")
     ] = 0,
-    number: Annotated[int, typer.Option("--pass", metavar="N", help="Which pass to show: 0 is the prompt's.")] = 0,
-    temperature: Annotated[
-        float, typer.Option(min=0, help="With --generate: 0: the most probable token; 1: drawn as learned.")
-    ] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="With --generate: the same seed draws the same tokens.")] = None,
+    number: Annotated[int, typer.Option("--pass", metavar="N", help="Show this pass: 0 is the prompt's.")] = 0,
+    temperature: Temperature = 0.0,
+    seed: Seed = None,
     save: Annotated[
-        Path | None, typer.Option(metavar="FILE.safetensors", help="Save every stage's whole tensor.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Save every stage's whole tensor to a .safetensors file.", rich_help_panel=OUTPUT
+        ),
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="Write the lab's page with these passes in it.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write the lab's page with these passes to an .html file.", rich_help_panel=OUTPUT
+        ),
     ] = None,
     tie: Tie = "auto",
     keep: Keep = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; default: the file's.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, mps.")] = "cpu",
+    dtype: Dtype = None,
+    device: Device = "cpu",
     revision: Revision = None,
     offline: Offline = False,
     as_json: AsJson = False,
 ) -> None:
-    """Record every stage of a forward pass: ids, embeddings, attention, feed-forward, logits, probabilities.
+    """Record every stage of a forward pass, from ids and embeddings to logits and probabilities.
 
     Example: llmcli trace runs/default/best "Once upon a time" --stage blocks.0.weights --head 2
     """
@@ -101,14 +133,14 @@ def run(
     from llmcli.targets import find_checkpoint
 
     row_range, column_range = _range("--rows", rows), _range("--columns", columns)
-    given = None if ids is None else _ids(ids)
+    given = None if ids is None else given_ids(ids)
     for file, suffix in ((save, ".safetensors"), (html, ".html")):
         _check_place(file, suffix)
     path = find_checkpoint(checkpoint, revision=revision, offline=offline)
     tokenizer = open_tokenizer(path, needed=given is None)
-    model, plan = open_model(checkpoint, tie, keep, dtype, revision, offline)
+    model, plan = open_model(str(path), tie, keep, dtype, device=device)
     lab = Lab(
-        model.to(device),
+        model,
         tokenizer,
         name=path.resolve().name,
         tie=plan.tie.reason,
@@ -150,13 +182,6 @@ def open_tokenizer(path: Path, needed: bool) -> Tokenizer | None:
             raise
         note(f"{error.message} Tokens are shown as ids.")
         return None
-
-
-def _ids(text: str) -> list[int]:
-    try:
-        return [int(word) for word in text.replace(",", " ").split()]
-    except ValueError:
-        raise UsageError(f"--ids {text}: not a list of numbers", "For example: --ids 1,403,407") from None
 
 
 def _in_numbers(lab: Lab, made: Pass) -> TracedPass:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 import typer
 
-from llmcli import events, output
+from llmcli import completion, events, output
+from llmcli.commands import OUTPUT
 from llmcli.config import Recipe as RecipeStruct
 from llmcli.errors import LlmcliError, UsageError
 from llmcli.output import emit, quantity, size, sparkline
@@ -27,30 +28,72 @@ if TYPE_CHECKING:
     from llmcli.events import Event
     from llmcli.train import Estimate
 
+GROUP = "Train"
+CHANGES = "Changes to the recipe"
+
 Recipe = Annotated[
-    str | None, typer.Argument(metavar="[RECIPE]", help="A preset or a recipe file; GlassLM if none is given.")
+    str | None,
+    typer.Argument(
+        metavar="RECIPE", help="A preset or a recipe file; default: glasslm.", autocompletion=completion.presets
+    ),
 ]
 DataPath = Annotated[
     list[str] | None,
-    typer.Option("--data", metavar="PATH", help="Text to train on: a file, a folder or a pattern; may be repeated."),
+    typer.Option("--data", metavar="PATH", help="Train on this text: a file, folder or pattern. May be repeated."),
 ]
-Out = Annotated[Path | None, typer.Option("--out", help="The run's folder; runs/<recipe> if none is given.")]
+Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Keep the run in this folder; default: runs/<recipe>.")]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one value of the recipe; may be repeated."),
+    typer.Option(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        help="Change one value of the recipe. May be repeated.",
+        autocompletion=completion.settings,
+        rich_help_panel=CHANGES,
+    ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")]
 InitFrom = Annotated[
-    str | None, typer.Option(metavar="CHECKPOINT", help="Start from these weights, with their model and tokenizer.")
+    str | None,
+    typer.Option(
+        metavar="CHECKPOINT",
+        help="Start from these weights, with their model and tokenizer.",
+        autocompletion=completion.checkpoints,
+    ),
 ]
-Precision = Annotated[Literal["auto", "fp32", "bf16"] | None, typer.Option(help="Sets train.precision.")]
-Compile = Annotated[bool | None, typer.Option("--compile/--no-compile", help="Sets train.compile.")]
-Shuffle = Annotated[Literal["windows", "random"] | None, typer.Option(help="Sets data.shuffle.")]
-KeepLast = Annotated[int | None, typer.Option("--keep", min=0, help="Sets train.keep: so many older checkpoints.")]
-Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="At the end, draw the curves: .svg or .png.")]
-Csv = Annotated[bool, typer.Option("--csv", help="Keep metrics.csv beside metrics.jsonl.")]
-TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard's events into the run's folder.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one event a line, as JSON.")]
+Precision = Annotated[
+    Literal["auto", "fp32", "bf16"] | None, typer.Option(help="Set train.precision.", rich_help_panel=CHANGES)
+]
+Compile = Annotated[
+    bool | None, typer.Option("--compile/--no-compile", help="Set train.compile.", rich_help_panel=CHANGES)
+]
+Shuffle = Annotated[
+    Literal["windows", "random"] | None, typer.Option(help="Set data.shuffle.", rich_help_panel=CHANGES)
+]
+KeepLast = Annotated[
+    int | None,
+    typer.Option(
+        "--keep", metavar="N", min=0, help="Set train.keep: so many older checkpoints.", rich_help_panel=CHANGES
+    ),
+]
+Plot = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Draw the curves at the end to an .svg, .png or .pdf (extra: plot).",
+        rich_help_panel=OUTPUT,
+    ),
+]
+Csv = Annotated[bool, typer.Option("--csv", help="Keep metrics.csv beside metrics.jsonl.", rich_help_panel=OUTPUT)]
+TensorBoard = Annotated[
+    bool,
+    typer.Option(
+        "--tensorboard",
+        help="Write TensorBoard's events into the run's folder (extra: tensorboard).",
+        rich_help_panel=OUTPUT,
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one event a line, as JSON.", rich_help_panel=OUTPUT)]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Make a few steps, estimate time and memory, write nothing.")]
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="Show every value and where it comes from; stop.")]
 

@@ -9,20 +9,21 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 import typer
 
-from llmcli.commands import AsJson
+from llmcli.commands import OUTPUT, AsJson, Field
 from llmcli.output import emit, progress
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+GROUP = "Train"
+
 Files = Annotated[
-    list[str], typer.Argument(metavar="FILES...", help="Text: files, folders or patterns; JSON lines and parquet too.")
+    list[str], typer.Argument(metavar="FILE...", help="Text: files, folders or patterns; JSON lines and parquet too.")
 ]
-Size = Annotated[int, typer.Option("--vocab-size", min=1, help="How many tokens a BPE shall have.")]
-Kind = Annotated[Literal["bpe", "char", "byte"], typer.Option("--kind", help="What a token is made of.")]
-Out = Annotated[Path, typer.Option("--out", help="The folder for tokenizer.json.")]
-Field = Annotated[str, typer.Option("--field", help="The key of the text in JSON lines and parquet.")]
-Encoding = Annotated[str, typer.Option("--encoding", help="The encoding of text that is not UTF-8.")]
+Size = Annotated[int, typer.Option("--vocab-size", metavar="N", min=1, help="Learn so many tokens, with --kind bpe.")]
+Kind = Annotated[Literal["bpe", "char", "byte"], typer.Option(help="Make tokens of merged pairs, characters or bytes.")]
+Out = Annotated[Path, typer.Option(metavar="DIR", help="Write tokenizer.json to this folder.", rich_help_panel=OUTPUT)]
+Encoding = Annotated[str, typer.Option(metavar="NAME", help="Read text that is not UTF-8 by this encoding.")]
 
 
 class Trained(msgspec.Struct, frozen=True, kw_only=True):
