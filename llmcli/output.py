@@ -12,6 +12,7 @@ import msgspec
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.table import Table
 
     from llmcli.errors import LlmcliError
 
@@ -19,13 +20,16 @@ T = TypeVar("T")
 
 
 def console(stderr: bool = False) -> Console:
-    """A rich console for stdout or stderr; without a terminal it neither colours nor wraps."""
+    """A rich console for stdout or stderr; without a terminal it neither colours nor wraps.
+
+    What it is given is shown as it is: a path or a token may hold `[bold]` or `:smile:`.
+    """
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
     # In a pipe a table must not be folded to 80 columns: whoever reads it wants whole lines.
     width = None if stream.isatty() else 200
-    return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False)
+    return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False, markup=False, emoji=False)
 
 
 def emit(result: T, view: Callable[[T], RenderableType], as_json: bool) -> None:
@@ -36,14 +40,16 @@ def emit(result: T, view: Callable[[T], RenderableType], as_json: bool) -> None:
         out = console()
         with out.capture() as captured:
             out.print(view(result))
-        write(
-            "\n".join(line.rstrip() for line in captured.get().split("\n")) if not out.is_terminal else captured.get()
-        )
+        shown = captured.get()
+        write(_harmless_lines(shown) if out.is_terminal else "\n".join(line.rstrip() for line in shown.split("\n")))
 
 
 def emit_json(result: Any, indent: bool = True) -> None:
     """A result as JSON on stdout; without `indent` one line, flushed, for streams of events."""
-    encoded = msgspec.json.encode(result)
+    try:
+        encoded = msgspec.json.encode(result)
+    except UnicodeEncodeError:  # a path's name that is not UTF-8: JSON is, so its bytes are spelled out
+        encoded = msgspec.json.encode(_encodable(msgspec.to_builtins(result)))
     write((msgspec.json.format(encoded, indent=2) if indent else encoded).decode() + "\n")
 
 
@@ -73,6 +79,20 @@ def harmless(text: str) -> str:
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
+def _harmless_lines(text: str) -> str:
+    """What rich made for a terminal, its colours kept and any other control characters spelled out."""
+    parts = re.split(r"(\x1b\[[0-9;]*m)", text)
+    return "".join(part if n % 2 else harmless(part) for n, part in enumerate(parts))
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(inner) for key, inner in value.items()}
+    return [_encodable(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
 def note(text: str) -> None:
     """Something worth knowing, on stderr."""
     _say("note", "cyan", text)
@@ -93,7 +113,29 @@ def error(refusal: LlmcliError) -> None:
 def _say(label: str, style: str, text: str) -> None:
     from rich.text import Text
 
-    console(stderr=True).print(Text.assemble((f"{label}: ", style), text), soft_wrap=True)
+    console(stderr=True).print(Text.assemble((f"{label}: ", style), harmless(text)), soft_wrap=True)
+
+
+def table(**options: Any) -> Table:
+    """An empty table in the one style of all commands: bold headings, no lines."""
+    from rich.table import Table
+
+    return Table(box=None, pad_edge=False, header_style="bold", **options)
+
+
+def facts() -> Table:
+    """An empty table of two columns, a fact a row: its label, then what there is to say."""
+    from rich.table import Table
+
+    made = Table.grid(padding=(0, 2))
+    made.add_column(style="bold", no_wrap=True)
+    made.add_column(overflow="fold")
+    return made
+
+
+def shape(sizes: Sequence[int]) -> str:
+    """A tensor's shape as it stands everywhere, in messages too: 32000 x 4096."""
+    return " x ".join(map(str, sizes)) or "scalar"
 
 
 def quantity(number: float) -> str:
@@ -145,6 +187,34 @@ class Fitting:
             ):
                 yield shown
                 return
+
+
+class Fit:
+    """A table where the console is wide enough for it; where it is not, a block of lines for each of its rows.
+
+    Right-justified columns hold numbers, which are never broken; others may wrap unless they are `no_wrap`.
+    """
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        for column in table.columns:
+            column.no_wrap = column.no_wrap or column.justify == "right"
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        least = console.measure(self._table, options=options.update(max_width=9999)).minimum
+        yield self._table if least <= options.max_width else self._blocks()
+
+    def _blocks(self) -> Table:
+        made = facts()
+        headings = [column.header for column in self._table.columns]
+        rows = list(zip(*(column.cells for column in self._table.columns), strict=True))
+        for number, cells in enumerate(rows):
+            for heading, cell in zip(headings, cells, strict=True):
+                if str(cell):
+                    made.add_row(heading, cell)
+            if number < len(rows) - 1:
+                made.add_row()
+        return made
 
 
 @contextmanager

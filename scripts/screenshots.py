@@ -1,6 +1,6 @@
 """Makes the README's pictures of the lab, docs/lab-*.png, from any checkpoint:
 
-    .venv/bin/python scripts/screenshots.py runs/default/best "Once upon a time"
+    .venv/bin/python scripts/screenshots.py runs/glasslm/best "Once upon a time"
 
 Needs the extra `dev` and a chromium (Debian: apt install chromium fonts-liberation).
 """

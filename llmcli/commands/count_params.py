@@ -13,7 +13,7 @@ import typer
 
 from llmcli import completion
 from llmcli.commands import OUTPUT, AsJson, Offline, Revision
-from llmcli.output import Fitting, bar, emit, emit_json, note, quantity, size, warn
+from llmcli.output import Fitting, bar, emit, emit_json, note, quantity, shape, size, table, warn
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -199,23 +199,21 @@ def view(results: list[Result]) -> RenderableType:
 
 def sheet(results: list[Result], bars: int = 0) -> Table:
     """Rows of numbers with a column for each target: its parts, totals, and costs; bars of so many characters."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    table.add_column("")
+    made = table(padding=(0, 1, 0, 0))
+    made.add_column("")
     for result in results:
-        table.add_column(result.target, justify="right", overflow="fold")
-        table.add_column("", justify="right", style="dim")
+        made.add_column(result.target, justify="right", overflow="fold")
+        made.add_column("", justify="right", style="dim")
         if bars:
-            table.add_column("", min_width=bars + 1, style="cyan")
+            made.add_column("", min_width=bars + 1, style="cyan")
     rows = [*total_rows(results), *cost_rows(results)]
     for row in rows if results[0].by in ("layer", "tensor") else [*part_rows(results), *rows]:
         cells = []
         for cell in row.cells:
             cells += [cell.text, "" if cell.share is None else percent(cell.share)]
             cells += [bar(cell.share or 0.0, bars)] if bars else []
-        table.add_row(row.label, *cells, style=row.style)
-    return table
+        made.add_row(row.label, *cells, style=row.style)
+    return made
 
 
 def part_rows(results: list[Result]) -> Iterator[Row]:
@@ -300,26 +298,25 @@ def percent(share: float) -> str:
 
 def lines_view(result: Result) -> RenderableType:
     """Layers or tensors, equal ones on one line, with bars where they fit; where nothing fits, a name a line."""
-    from rich.table import Table
     from rich.text import Text
 
     lines = merged(result.lines or [])
 
     def full(bars: int, shapes: bool) -> Table:
-        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-        table.add_column(result.target, overflow="fold")
-        table.add_column("", justify="right")
-        table.add_column("parameters", justify="right")
-        table.add_column("", justify="right", style="dim")
+        made = table(padding=(0, 1, 0, 0))
+        made.add_column(result.target, overflow="fold")
+        made.add_column("", justify="right")
+        made.add_column("parameters", justify="right")
+        made.add_column("", justify="right", style="dim")
         if bars:
-            table.add_column("", min_width=bars + 1, style="cyan")
+            made.add_column("", min_width=bars + 1, style="cyan")
         for name, line, times in lines:
             share = line.share * times
-            shape = " × ".join(f"{n:,}" for n in line.shape or ()) if shapes else ""
-            each = f"{times} × {shape or f'{line.parameters:,}'}" if times > 1 else shape
+            one = shape(line.shape) if shapes and line.shape is not None else ""
+            each = f"{times} × {one or f'{line.parameters:,}'}" if times > 1 else one
             cells = [name, each, f"{times * line.parameters:,}", percent(share)]
-            table.add_row(*cells, *([bar(share, bars)] if bars else []))
-        return table
+            made.add_row(*cells, *([bar(share, bars)] if bars else []))
+        return made
 
     def narrow() -> Text:
         parts = (f"{name}\n  {times * line.parameters:,}  {percent(line.share * times)}" for name, line, times in lines)
@@ -372,13 +369,13 @@ def view_embeddings(results: list[Result]) -> RenderableType:
     heads = ["V", "d", "V·d", "total", "share", "with head", "output", "saved by tying"]
 
     def wide(number: Callable[[int], str]) -> Table:
-        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-        table.add_column("")
+        made = table(padding=(0, 1, 0, 0))
+        made.add_column("")
         for head in heads:
-            table.add_column(head, justify="right")
+            made.add_column(head, justify="right")
         for target, share in shares:
-            table.add_row(target, *cells(share, number))
-        return table
+            made.add_row(target, *cells(share, number))
+        return made
 
     def blocks() -> Table:
         table = Table.grid(padding=(0, 1, 0, 0))

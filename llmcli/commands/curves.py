@@ -9,11 +9,9 @@ import msgspec
 import typer
 
 from llmcli.commands import OUTPUT, AsJson
-from llmcli.output import emit, quantity, sparkline
+from llmcli.output import Fit, emit, quantity, sparkline, table
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from llmcli.curves import Curve
 
 GROUP = "Train"
@@ -84,18 +82,16 @@ def summary(curve: Curve) -> Summary:
     )
 
 
-def view(curves: list[Curve]) -> Table:
+def view(curves: list[Curve]) -> Fit:
     """One row a run."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("run")
+    made = table()
+    made.add_column("run", overflow="fold", min_width=8)
     for name in ("steps", "tokens", "loss", "best val loss", "at step", "bits/byte", "tokens/s"):
-        table.add_column(name, justify="right")
-    table.add_column("loss by step")
+        made.add_column(name, justify="right")
+    made.add_column("loss by step", no_wrap=True)
     for curve in curves:
         row = summary(curve)
-        table.add_row(
+        made.add_row(
             row.run,
             f"{row.steps:,}",
             quantity(row.tokens),
@@ -106,4 +102,4 @@ def view(curves: list[Curve]) -> Table:
             "–" if row.tokens_per_second is None else quantity(round(row.tokens_per_second)),
             sparkline([step["loss"] for step in curve.steps], 24),
         )
-    return table
+    return Fit(made)

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from llmcli.commands import OUTPUT, AsJson, Checkpoint, Offline, Revision
-from llmcli.output import bar, emit, note, progress
+from llmcli.output import Fitting, bar, emit, facts, note, progress, shape, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rich.console import RenderableType
+    from rich.table import Table
 
     from llmcli.embeddings import EmbeddingReport
     from llmcli.neighbours import Names
@@ -48,7 +49,7 @@ def run(
 
     One tensor is read, in place, without torch.
 
-    Example: llmcli embedding-report runs/glasslm
+    Example: llmcli embedding-report runs/glasslm/best
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as in nearest-tokens: the passes have threads of their own
     if plot:
@@ -72,7 +73,6 @@ def run(
 def view(result: EmbeddingReport, name: Callable[[int], str]) -> RenderableType:
     """Facts in two columns, then the distribution of the norms."""
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
     from llmcli.neighbours import visible
@@ -81,18 +81,16 @@ def view(result: EmbeddingReport, name: Callable[[int], str]) -> RenderableType:
         shown = " ".join(visible(name(id)) for id in ids[:MOST])
         return f"{shown} ..." if len(ids) > MOST else shown
 
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="dim")
-    table.add_column(overflow="fold")
+    found = facts()
 
     def row(label: str, text: str) -> None:
-        table.add_row(label, Text(text))
+        found.add_row(label, text)
 
     norms, scale, turn, rank, apart = (
         result.norms, result.scale, result.anisotropy, result.rank, result.under_trained,
     )  # fmt: skip
     tied = ", tied to the output" if result.tied else ""
-    row("matrix", f"{result.tensor}, {result.rows:,} x {result.width:,} {result.dtype}, the {result.matrix}'s{tied}")
+    row("matrix", f"{result.tensor}, {shape((result.rows, result.width))} {result.dtype}, the {result.matrix}'s{tied}")
     row("norm of a row", f"{norms.mean:.4g} ± {norms.std:.3g}, from {norms.min:.4g} to {norms.max:.4g}")
     row("RMS of a coordinate", f"{scale.rms:.4g}")
     by = "which the model does" if scale.by_model else "which this model does not do"
@@ -125,13 +123,16 @@ def view(result: EmbeddingReport, name: Callable[[int], str]) -> RenderableType:
     for n, sign in enumerate(signs):
         row("  by these signs" if n == 0 else "", sign)
 
-    shape = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("norm", "rows", ""):
-        shape.add_column(heading, justify="right" if heading else "left")
-    counts, edges = norms.histogram.counts, norms.histogram.edges
-    for low, high, number in zip(edges, edges[1:], counts, strict=False):
-        shape.add_row(f"{low:.4g} – {high:.4g}", f"{number:,}", bar(number / max(*counts, 1), 40))
-    return Group(table, Text(), shape)
+    def distribution(bars: int) -> Table:
+        made = table()
+        for heading in ("norm", "rows", ""):
+            made.add_column(heading, justify="right" if heading else "left")
+        counts, edges = norms.histogram.counts, norms.histogram.edges
+        for low, high, number in zip(edges, edges[1:], counts, strict=False):
+            made.add_row(f"{low:.4g} – {high:.4g}", f"{number:,}", Text(bar(number / max(*counts, 1), bars), "cyan"))
+        return made
+
+    return Group(found, Text(), Fitting(lambda: distribution(40), lambda: distribution(12)))
 
 
 def draw(result: EmbeddingReport, norms: Floats, matrix: Matrix, names: Names, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -12,6 +13,7 @@ from llmcli.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.table import Table
 
     from llmcli.evaluate import Bin, Evaluation, TokenLoss
 
@@ -71,7 +73,7 @@ def run(
     Each token is predicted once, with at least context - stride tokens before it.
     Loss and perplexity compare models of one tokenizer; bits per byte compare any two.
 
-    Example: llmcli evaluate runs/default/best runs/other/best text.txt --stride 128
+    Example: llmcli evaluate runs/glasslm/best runs/mine/best text.txt --stride 128
     """
     if len(targets) < 2:
         raise UsageError("evaluate needs a checkpoint and a text", "llmcli evaluate CHECKPOINT... FILE")
@@ -88,7 +90,7 @@ def run(
         model = open_model(str(path), tie, keep, dtype, device=device)[0]
         config: ModelConfig = model.config
         if context is not None and context > config.max_position_embeddings and model.position_embeddings is None:
-            output.warn(f"{checkpoint} was trained for {config.max_position_embeddings} tokens, not for {context}")
+            output.warn(f"{checkpoint} was trained for {config.max_position_embeddings:,} tokens, not for {context:,}")
         documents = evaluate.encode(coder, texts, config.vocab_size)
         steps = evaluate.evaluate(model, coder, documents, context=context, stride=stride, curve=context_curve)
         with output.progress(checkpoint, sum(len(document.ids) for document in documents), "tokens") as advance:
@@ -131,21 +133,30 @@ def _json(report: Report) -> dict[str, Any]:
 def view(reports: list[Report]) -> RenderableType:
     """One line a checkpoint; then, where asked for, the worst tokens and the loss by position."""
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
     def table(*columns: str) -> Table:
-        made = Table(box=None, pad_edge=False, header_style="bold")
+        made = output.table()
         for number, column in enumerate(columns):
-            made.add_column(column, justify="left" if number == 0 else "right")
+            made.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
         return made
 
-    summary = table("", "tokens", "loss", "perplexity", "bits/byte", "bits/character", "context", "stride")
+    def curve_table(curve: list[Bin], bars: int) -> Table:
+        made = table("tokens before", "tokens", "loss", "")
+        made.columns[-1].justify = "left"
+        top = max(bin.loss for bin in curve) or 1.0
+        for bin in curve:
+            span = f"{bin.start:,}" if bin.start == bin.end else f"{bin.start:,}–{bin.end:,}"
+            made.add_row(span, f"{bin.tokens:,}", f"{bin.loss:.4f}", Text(output.bar(bin.loss / top, bars), "cyan"))
+        return made
+
+    summary = table("checkpoint", "tokens", "loss", "perplexity", "bits/byte", "bits/character", "context", "stride")
     for checkpoint, e, _, _ in reports:
         numbers = f"{e.tokens:,}", f"{e.loss:.4f}", f"{e.perplexity:,.2f}", f"{e.bits_per_byte:.4f}"
         sizes = f"{e.bits_per_character:.4f}", f"{e.context:,}", f"{e.stride:,}"
         summary.add_row(Text(checkpoint), *numbers, *sizes)
-    parts: list[RenderableType] = [summary]
+    summary.columns[0].min_width = 16
+    parts: list[RenderableType] = [output.Fit(summary)]
     for checkpoint, _, tokens, curve in reports:
         if tokens is not None:
             worst = table("token", "id", "loss", "probability", "document", "line", "column")
@@ -153,15 +164,9 @@ def view(reports: list[Report]) -> RenderableType:
 
             for token in sorted(tokens, key=lambda token: -token.loss)[:WORST]:
                 place = str(token.document), f"{token.line:,}", f"{token.column:,}"
-                worst.add_row(Text(token.token), str(token.id), f"{token.loss:.3f}", f"{exp(-token.loss):.2g}", *place)
-            parts += [Text(f"\n{checkpoint}: the worst tokens", "bold"), worst]
+                worst.add_row(Text(token.token), str(token.id), f"{token.loss:.4f}", f"{exp(-token.loss):.2g}", *place)
+            parts += [Text(f"\n{checkpoint}: the worst tokens", "bold"), output.Fit(worst)]
         if curve is not None:
-            lines = table("tokens before", "tokens", "loss", "")
-            top = max(bin.loss for bin in curve)
-            for bin in curve:
-                span = f"{bin.start:,}" if bin.start == bin.end else f"{bin.start:,}–{bin.end:,}"
-                bar = Text("█" * round(40 * bin.loss / top), "cyan")
-                lines.add_row(span, f"{bin.tokens:,}", f"{bin.loss:.4f}", bar)
-            lines.columns[-1].justify = "left"
-            parts += [Text(f"\n{checkpoint}: loss by context", "bold"), lines]
+            ways = (partial(curve_table, curve, bars) for bars in (40, 8))
+            parts += [Text(f"\n{checkpoint}: loss by context", "bold"), output.Fitting(*ways)]
     return Group(*parts)

@@ -30,8 +30,6 @@ from llmcli.commands import (
 from llmcli.errors import DataError, LlmcliError, TokenizerError, UsageError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from llmcli.generate import Answer, Piece, Sampling, Spoken
     from llmcli.model import Decoder
     from llmcli.tokenizer import Tokenizer
@@ -98,7 +96,7 @@ def run(
 ) -> None:
     """Go on from a prompt, token by token; on a terminal without a prompt, in conversation.
 
-    Example: llmcli generate runs/default/best "Once upon a time" --temperature 0.5 --seed 1
+    Example: llmcli generate runs/glasslm/best "Once upon a time" --temperature 0.5 --seed 1
     """
     if sum(given is not None for given in (prompt, prompt_file, ids)) > 1:
         raise UsageError("more than one prompt: an argument, --prompt-file and --ids", "Give one of them.")
@@ -170,17 +168,16 @@ def _answer(
         if sampling.logprobs is not None:
             output.emit(answer, view, as_json=False)
     if any(answer.finish_reason == "context" for answer in answers):
-        output.note(f"the model's {model.config.max_position_embeddings} learned positions are used up")
+        output.note(f"the model's {model.config.max_position_embeddings:,} learned positions are used up")
     if len(prompt_ids) <= model.config.max_position_embeddings:
         _warn_of_length(model, len(prompt_ids) + max(len(answer.ids) for answer in answers))
 
 
-def view(answer: Answer) -> Table:
+def view(answer: Answer) -> output.Fit:
     """A line a token: its text, how probable it was, and what else could have stood there."""
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = output.table()
     table.add_column("token")
     table.add_column("id", justify="right", style="dim")
     table.add_column("probability", justify="right")
@@ -190,7 +187,7 @@ def view(answer: Answer) -> Table:
         table.add_row(
             Text(repr(piece.text), _confidence(piece)), str(piece.id), _percent(piece.logprob), Text(rivals, "dim")
         )
-    return table
+    return output.Fit(table)
 
 
 def _percent(logprob: float | None) -> str:
@@ -264,7 +261,9 @@ def _warn_of_length(model: Decoder, length: int) -> None:
     """Rotary positions go on past those the model was trained on; the text rarely does."""
     trained = model.config.max_position_embeddings
     if model.position_embeddings is None and length > trained:
-        output.warn(f"{length} tokens are more than the {trained} the model was trained for: expect the text to fray")
+        output.warn(
+            f"{length:,} tokens are more than the {trained:,} the model was trained for: expect the text to fray"
+        )
 
 
 HELP = """What you type goes on where the text ended, on a new line; the model goes on from there.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llmcli.commands import AsJson, Checkpoint, Device, Keep, Offline, Revision, Tie, open_model
-from llmcli.output import emit
+from llmcli.output import Fit, emit, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -35,7 +35,7 @@ def run(
 
     A tied embedding gets both and their sum; an untied one only the first, its output projection the second.
 
-    Example: llmcli gradient-report runs/glasslm --text "Once upon a time"
+    Example: llmcli gradient-report runs/glasslm/best --text "Once upon a time"
     """
     import torch
 
@@ -57,12 +57,11 @@ def run(
 def view(result: GradientReport) -> RenderableType:
     """The two paths, then a row for each token."""
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
     from llmcli.neighbours import visible
 
-    paths = Table(box=None, pad_edge=False, header_style="dim")
+    paths = table()
     for heading in ("path", "rows reached", "norm of the gradient"):
         paths.add_column(heading, justify="left" if heading == "path" else "right")
     parts = [("input: rows looked up", result.input), ("output: rows scored", result.output)]
@@ -71,18 +70,18 @@ def view(result: GradientReport) -> RenderableType:
     for label, part in parts:
         paths.add_row(label, f"{part.rows:,} of {result.vocab_size:,}", f"{part.norm:.4g}")
 
-    table = Table(box=None, pad_edge=False, header_style="dim")
+    rows = table()
     for heading in ("token", "id", "read", "predicted", "input", "output", *(["sum"] if result.tied else [])):
-        table.add_column(heading, justify="left" if heading == "token" else "right")
+        rows.add_column(heading, justify="left" if heading == "token" else "right")
     for group in (result.rows, result.others):
         for row in group:
             norms = [row.input_norm, row.output_norm] + ([row.sum_norm] if row.sum_norm is not None else [])
             counts = [str(row.as_input or "–"), str(row.as_target or "–")]
             style = "dim" if group is result.others else None
-            table.add_row(
+            rows.add_row(
                 Text(visible(row.token)), str(row.id), *counts, *(f"{n:.3g}" if n else "0" for n in norms), style=style
             )
-    said = f"loss {result.loss:.4f} over {result.positions} positions, {'tied' if result.tied else 'untied'}"
+    said = f"loss {result.loss:.4f} over {result.positions:,} positions, {'tied' if result.tied else 'untied'}"
     if result.cosine is not None:
         said += f"; cosine between the two gradients {result.cosine:+.3f}"
-    return Group(Text(said), Text(), paths, Text(), table)
+    return Group(Text(said), Text(), Fit(paths), Text(), Fit(rows))

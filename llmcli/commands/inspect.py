@@ -11,13 +11,12 @@ import typer
 
 from llmcli import completion
 from llmcli.commands import AsJson, Checkpoint, Offline, Revision
-from llmcli.output import emit, progress, quantity, size
+from llmcli.output import Fit, emit, facts, progress, quantity, shape, size, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from rich.console import RenderableType
-    from rich.table import Table
 
     from llmcli.checkpoint import Reader
     from llmcli.differences import Differences
@@ -55,7 +54,7 @@ def run(
 
     Of a repository on the Hub only headers are fetched.
 
-    Example: llmcli inspect ./gpt2 --tensors '*.ln_*'
+    Example: llmcli inspect runs/glasslm/best --tensors '*.ln_*'
     """
     from llmcli import inspection, targets
 
@@ -132,36 +131,33 @@ def _compare(targets: tuple[str, str], paths: list[Path], patterns: list[str] | 
 def view(found: Inspection, one_by_one: bool = False) -> RenderableType:
     """What it is, then what is wrong with it, then its tensors: those of all layers in one line, or `one_by_one`."""
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text  # what a file says is shown as it is, not read as markup
 
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="bold", no_wrap=True)
-    facts.add_column(overflow="fold")
-    facts.add_row("family", _family(found))
-    facts.add_row("files", Text(_files(found)))
+    rows = facts()
+    rows.add_row("family", _family(found))
+    rows.add_row("files", Text(_files(found)))
     dtypes = ", ".join(
         dtype if len(found.dtypes) == 1 else f"{dtype} {amount.values / max(1, found.total.values):.1%}"
         for dtype, amount in found.dtypes.items()
     )
-    facts.add_row(
+    rows.add_row(
         "tensors", f"{found.total.tensors:,} with {found.total.values:,} values, {size(found.total.bytes)} of {dtypes}"
     )
     beside = found.total.values - found.parameters
-    facts.add_row(
+    rows.add_row(
         "parameters",
         f"{found.parameters:,} ({quantity(found.parameters)})"
         + (f", and {beside:,} values that are not counted" if beside else ""),
     )
     if found.tie:
-        facts.add_row("output", "not decided: see the problems" if found.tie.refused else Text(tie_line(found.tie)))
+        rows.add_row("output", "not decided: see the problems" if found.tie.refused else Text(tie_line(found.tie)))
     for health in found.matrices:
-        facts.add_row("embedding" if health.side == "input" else "head", _health(health))
+        rows.add_row("embedding" if health.side == "input" else "head", _health(health))
     for note in found.notes:
-        facts.add_row("note", Text(note))
+        rows.add_row(Text("note", "cyan"), Text(note))
     for problem in found.problems:
-        facts.add_row(Text("problem", "red"), Text(problem))
-    return Group(facts, "", _tensors(found, one_by_one))
+        rows.add_row(Text("problem", "red"), Text(problem))
+    return Group(rows, "", _tensors(found, one_by_one))
 
 
 def _family(found: Inspection) -> str:
@@ -197,7 +193,7 @@ def tie_line(tie: TieStatus) -> str:
 
 def _health(health: MatrixHealth) -> str:
     sampled = health.rows_read < health.rows
-    rows = f"{health.rows:,} x {health.width:,}"
+    rows = shape((health.rows, health.width))
     norms = (
         f"norm {health.norm_mean:.4g} ± {health.norm_std:.2g} ({health.norm_min:.3g} to {health.norm_max:.3g})"
         if health.norm_mean is not None
@@ -207,8 +203,7 @@ def _health(health: MatrixHealth) -> str:
     return f"{rows}, {norms}, {health.zero_rows:,} zero rows, {health.non_finite_rows:,} not finite{read}"
 
 
-def _tensors(found: Inspection, one_by_one: bool) -> Table:
-    from rich.table import Table
+def _tensors(found: Inspection, one_by_one: bool) -> Fit:
     from rich.text import Text
 
     from llmcli.inspection import Folded, fold
@@ -216,27 +211,27 @@ def _tensors(found: Inspection, one_by_one: bool) -> Table:
     groups = [Folded(entry.name, (entry,)) for entry in found.tensors] if one_by_one else fold(found.tensors)
     number = {file.name: n for n, file in enumerate(found.files, 1)}
     with_values = any(entry.values for entry in found.tensors)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("tensor", overflow="fold")
+    made = table()
+    made.add_column("tensor", overflow="fold", min_width=24)
     for title in ("", "type", "shape", "size", *(("mean", "std", "max |x|", "zero") if with_values else ())):
-        table.add_column(title, justify="right")
+        made.add_column(title, justify="right")
     if len(number) > 1:
-        table.add_column("shard", justify="right")
-    table.add_column("", style="yellow")
+        made.add_column("shard", justify="right")
+    made.add_column("", style="yellow")
     for group in groups:
         first = group.entries[0]
         cells = [
-            f"× {len(group.entries)}" if len(group.entries) > 1 else "",
+            f"{len(group.entries)} ×" if len(group.entries) > 1 else "",
             first.dtype,
-            " x ".join(f"{n}" for n in first.shape) or "scalar",
+            shape(first.shape),
             size(sum(entry.bytes for entry in group.entries)),
         ]
         if with_values:
             cells += _values(group.entries)
         if len(number) > 1:
             cells.append(_shards(sorted({number[entry.file] for entry in group.entries})))
-        table.add_row(Text(group.name), *cells, "" if first.role == "model" else first.role)
-    return table
+        made.add_row(Text(group.name), *cells, "" if first.role == "model" else first.role)
+    return Fit(made)
 
 
 def _values(entries: Iterable[TensorEntry]) -> list[str]:
@@ -262,36 +257,33 @@ def _shards(numbers: list[int]) -> str:
 def view_differences(found: Differences) -> RenderableType:
     """What only one has, how the outputs are tied, and the largest differences."""
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
     from llmcli.mapping import grouped
 
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="bold", no_wrap=True)
-    facts.add_column(overflow="fold")
-    facts.add_row("a", Text(found.a))
-    facts.add_row("b", Text(found.b))
-    retyped = f" ({found.retyped} of them in another type)" if found.retyped else ""
+    rows = facts()
+    rows.add_row("a", Text(found.a))
+    rows.add_row("b", Text(found.b))
+    retyped = f" ({found.retyped:,} of them in another type)" if found.retyped else ""
     compared = found.equal + len(found.different)
-    facts.add_row("equal", f"{found.equal} of {compared} tensors{retyped}")
+    rows.add_row("equal", f"{found.equal:,} of {compared:,} tensors{retyped}")
     for label, names in (("only in a", found.only_a), ("only in b", found.only_b)):
         if names:
-            facts.add_row(label, Text(f"{len(names)}: {', '.join(grouped(names))}"))
+            rows.add_row(label, Text(f"{len(names):,}: {', '.join(grouped(names))}"))
     for other in found.misshapen:
-        a, b = (" x ".join(map(str, shape)) for shape in other.shapes)
-        facts.add_row("shape", Text(f"{other.name}: {a} in a, {b} in b"))
+        a, b = map(shape, other.shapes)
+        rows.add_row("shape", Text(f"{other.name}: {a} in a, {b} in b"))
     for label, tie in zip(("output of a", "output of b"), found.ties, strict=True):
-        facts.add_row(label, Text(tie_line(tie)) if tie else "not known: no config.json that can be read")
+        rows.add_row(label, Text(tie_line(tie)) if tie else "not known: no config.json that can be read")
     if not found.different:
-        return facts
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("tensor", overflow="fold")
+        return rows
+    made = table()
+    made.add_column("tensor", overflow="fold", min_width=24)
     for title in ("type", "max |a-b|", "|a-b| / |a|"):
-        table.add_column(title, justify="right")
-    table.add_column("", style="yellow")
+        made.add_column(title, justify="right")
+    made.add_column("", style="yellow")
     for difference in found.different[:MOST]:
-        table.add_row(
+        made.add_row(
             Text(difference.name),
             " / ".join(dict.fromkeys(difference.dtypes)),
             f"{difference.largest:.3g}",
@@ -299,4 +291,4 @@ def view_differences(found: Differences) -> RenderableType:
             "transposed" if difference.transposed else "",
         )
     more = len(found.different) - MOST
-    return Group(facts, "", table, *([f"and {more} more; --json lists them all"] if more > 0 else []))
+    return Group(rows, "", Fit(made), *([f"and {more:,} more; --json lists them all"] if more > 0 else []))

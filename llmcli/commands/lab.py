@@ -35,7 +35,7 @@ def run(
 ) -> None:
     """Open a page that shows the data flow through a model, every stage of every pass.
 
-    Example: llmcli lab runs/default/best "Once upon a time"
+    Example: llmcli lab runs/glasslm/best "Once upon a time"
     """
     try:
         from llmcli import server

@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from llmcli.commands import OUTPUT, AsJson, Checkpoint, Dtype, Keep, Offline, Revision, Tie
-from llmcli.output import emit, progress, quantity, warn
+from llmcli.output import emit, facts, progress, quantity, warn
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -242,15 +242,14 @@ def summary(
 
 def view(report: Report, notes: Iterable[str] = ()) -> RenderableType:
     """One line a fact."""
-    from rich.table import Table
     from rich.text import Text
 
     from llmcli.mapping import grouped
 
-    table = Table.grid(padding=(0, 2))
+    rows = facts()
 
     def row(label: str, text: str, style: str = "") -> None:
-        table.add_row(Text(label, style), Text(text))
+        rows.add_row(Text(label, style), text)
 
     row("family", report.family)
     row("parameters", f"{report.parameters:,} ({quantity(report.parameters)})")
@@ -267,9 +266,9 @@ def view(report: Report, notes: Iterable[str] = ()) -> RenderableType:
         row(
             "verified" if found.agrees else "differs",
             f"largest difference of logits from transformers {found.max_difference:.3g} "
-            f"(largest logit {found.max_logit:.3g}, {found.tokens} positions)",
+            f"(largest logit {found.max_logit:.3g}, {found.tokens:,} positions)",
             "green" if found.agrees else "red",
         )
     if report.out:
         row("written to", report.out)
-    return table
+    return rows

@@ -53,7 +53,7 @@ def run(
 
     --why takes a candidate's logit apart: state · row = |state| |row| cosine, and the bias.
 
-    Example: llmcli logits runs/default/best "Once upon a" --why " time"
+    Example: llmcli logits runs/glasslm/best "Once upon a" --why " time"
     """
     from llmcli import evaluate, tokenizer
     from llmcli.errors import UsageError
@@ -100,23 +100,22 @@ class _Cell(NamedTuple):
 def view(report: Report) -> RenderableType:
     """A line a position: the token, the one that follows and its rank, the best candidates."""
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = output.table()
     for column in ("position", "token", "next", "rank", "candidates: probability (logit)"):
         table.add_column(column, justify="right" if column in ("position", "rank") else "left")
     for p in report.positions:
         rank = "" if p.next is None else f"{p.next.rank:,}"
         best = Text("  ".join(str(_Cell(guess)) for guess in p.top), "dim" if p.next and p.next.rank == 1 else "")
         table.add_row(str(p.position), Text(p.token), Text(str(_Cell(p.next))), rank, best)
-    parts: list[RenderableType] = [table]
+    parts: list[RenderableType] = [output.Fit(table)]
     if report.why:
-        reasons = Table(box=None, pad_edge=False, header_style="bold")
+        reasons = output.table()
         for column in ("position", "candidate", "logit", "state · row", "|state|", "|row|", "cosine", "bias", "cap"):
             reasons.add_column(column, justify="left" if column == "candidate" else "right")
         for w in report.why:
             numbers = [f"{n:.4f}" for n in (w.logit, w.dot, w.state_norm, w.row_norm, w.cosine, w.bias)]
             reasons.add_row(str(w.position), Text(w.token), *numbers, "" if w.cap is None else f"{w.cap:g}")
-        parts += [Text(""), reasons]
+        parts += [Text(""), output.Fit(reasons)]
     return Group(*parts)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from llmcli.commands import OUTPUT, AsJson, Checkpoint, Offline, Revision
-from llmcli.output import emit, emit_json, error, note, progress, size, warn
+from llmcli.output import Fit, emit, emit_json, error, note, progress, size, table, warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -133,7 +133,7 @@ def run(
     One tensor is read, in place, without torch. Scores are exact: they equal float64's. Rows that are zero or not
     finite are left out, and so is the query itself.
 
-    Example: llmcli nearest-tokens runs/glasslm ' she' -k 5
+    Example: llmcli nearest-tokens runs/glasslm/best ' she' -k 5
     """
     from llmcli.errors import UsageError
 
@@ -210,7 +210,7 @@ def _among(file: Path, names: Names, count: int) -> Ids:
     ids, unknown = read_among(file, names)
     if unknown:
         shown = ", ".join(map(repr, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
-        warn(f"{file}: {len(unknown)} lines are not one token and are left out: {shown}")
+        warn(f"{file}: {len(unknown):,} lines are not one token and are left out: {shown}")
     return ids[ids < count]
 
 
@@ -266,10 +266,10 @@ def _say_left_out(opened: Iterable[Rows], all_rows: bool) -> None:
     for rows in opened:
         if number := len(rows.unusable()):
             kind = "zero, the mean itself" if rows.mean is not None else "zero"
-            note(f"{number} rows of the {rows.matrix.side} matrix are {kind} or not finite, and are left out")
+            note(f"{number:,} rows of the {rows.matrix.side} matrix are {kind} or not finite, and are left out")
         if rows.matrix.rows > rows.count and not all_rows:
             first, last = rows.count, rows.matrix.rows - 1
-            note(f"{last - first + 1} rows without a token are left out ({first} to {last}); --all-rows keeps them")
+            note(f"{last - first + 1:,} rows without a token are left out ({first} to {last}); --all-rows keeps them")
 
 
 def view(answers: Sequence[Answer] | Sequence[Comparison], metric: str) -> RenderableType:
@@ -309,34 +309,32 @@ def _columns(table: Table, metric: str) -> None:
     table.add_column("distance" if metric == "l2" else metric, justify="right")
 
 
-def _table(answer: Answer, metric: str) -> Table:
-    from rich.table import Table
+def _table(answer: Answer, metric: str) -> Fit:
     from rich.text import Text
 
     from llmcli.neighbours import visible
 
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    _columns(table, metric)
+    made = table()
+    _columns(made, metric)
     for hit in answer.neighbours:
-        table.add_row(Text(visible(hit.token)), str(hit.id), f"{hit.score:.4f}")
-    return table
+        made.add_row(Text(visible(hit.token)), str(hit.id), f"{hit.score:.4f}")
+    return Fit(made)
 
 
-def _side_by_side(answer: Comparison, metric: str) -> Table:
+def _side_by_side(answer: Comparison, metric: str) -> Fit:
     from itertools import zip_longest
 
-    from rich.table import Table
     from rich.text import Text
 
     from llmcli.neighbours import visible
 
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("input", min_width=12)
-    table.add_column("id", justify="right", style="dim")
-    table.add_column(metric, justify="right")
-    table.add_column("  output", min_width=12)
-    table.add_column("id", justify="right", style="dim")
-    table.add_column(metric, justify="right")
+    made = table()
+    made.add_column("input", min_width=12, no_wrap=True)
+    made.add_column("id", justify="right", style="dim")
+    made.add_column(metric, justify="right")
+    made.add_column("  output", min_width=12, no_wrap=True)
+    made.add_column("id", justify="right", style="dim")
+    made.add_column(metric, justify="right")
     both = {hit.id for hit in answer.input} & {hit.id for hit in answer.output}
     for pair in zip_longest(answer.input, answer.output):
         cells: list[Any] = []
@@ -346,26 +344,25 @@ def _side_by_side(answer: Comparison, metric: str) -> Table:
             else:
                 name = Text("  " * side + visible(hit.token), style="bold" if hit.id in both else "")
                 cells += [name, str(hit.id), f"{hit.score:.4f}"]
-        table.add_row(*cells)
-    return table
+        made.add_row(*cells)
+    return Fit(made)
 
 
-def view_analogies(result: Analogies) -> Table:
+def view_analogies(result: Analogies) -> Fit:
     """A row for each section, and the total."""
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("section")
+    made = table()
+    made.add_column("section")
     for heading in ("asked", "correct", "accuracy", "skipped"):
-        table.add_column(heading, justify="right")
+        made.add_column(heading, justify="right")
     for section in (*result.sections, result.total):
         share = "–" if section.accuracy is None else f"{section.accuracy:.1%}"
         style = "bold" if section is result.total else None
-        table.add_row(
+        made.add_row(
             Text(section.name), f"{section.asked:,}", f"{section.correct:,}", share, f"{section.skipped:,}", style=style
         )
-    return table
+    return Fit(made)
 
 
 def view_export(written: Export) -> RenderableType:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 import typer
 
 from llmcli import completion
 from llmcli.commands import AsJson
-from llmcli.output import emit, quantity, write
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
+from llmcli.output import Fit, emit, quantity, table, write
 
 GROUP = "Checkpoints"
 
@@ -68,19 +64,17 @@ def run(
         write(files[name].read_text(encoding="utf-8"))
 
 
-def view(presets: list[Preset]) -> Table:
+def view(presets: list[Preset]) -> Fit:
     """One row a preset."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    made = table()
     for column in ("preset", "family"):
-        table.add_column(column, no_wrap=True)
-    table.add_column("parameters", justify="right", no_wrap=True)
-    table.add_column("active", justify="right", no_wrap=True)
-    table.add_column("output", no_wrap=True)
-    table.add_column("what it is", style="dim")
+        made.add_column(column, no_wrap=True)
+    made.add_column("parameters", justify="right", no_wrap=True)
+    made.add_column("active", justify="right", no_wrap=True)
+    made.add_column("output", no_wrap=True)
+    made.add_column("what it is", style="dim")
     for preset in presets:
         active = quantity(preset.active) if preset.active != preset.total else ""
         tied = "tied" if preset.tie_word_embeddings else "untied"
-        table.add_row(preset.name, preset.family, quantity(preset.total), active, tied, preset.source)
-    return table
+        made.add_row(preset.name, preset.family, quantity(preset.total), active, tied, preset.source)
+    return Fit(made)

@@ -25,7 +25,7 @@ from llmcli.commands import (
     open_model,
 )
 from llmcli.errors import TokenizerError, UsageError
-from llmcli.output import emit, note, size
+from llmcli.output import Fit, emit, note, shape, size, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -123,7 +123,7 @@ def run(
 ) -> None:
     """Record every stage of a forward pass, from ids and embeddings to logits and probabilities.
 
-    Example: llmcli trace runs/default/best "Once upon a time" --stage blocks.0.weights --head 2
+    Example: llmcli trace runs/glasslm/best "Once upon a time" --stage blocks.0.weights --head 2
     """
     if (text is None) == (ids is None):
         raise UsageError("give a text or --ids, one of them", "For example: llmcli trace CHECKPOINT 'Once upon a time'")
@@ -252,57 +252,54 @@ def _write_page(lab: Lab, text: str, file: Path) -> None:
 def view(traced: Traced, number: int) -> RenderableType:
     """One pass stage by stage; then, where there are several, what each pass was."""
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
     made = traced.passes[number]
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("stage", no_wrap=True)
+    rows = table()
+    rows.add_column("stage", no_wrap=True)
     for heading in ("shape", "mean", "rms", "min", "max"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("meaning", style="dim", overflow="ellipsis", no_wrap=True)
+        rows.add_column(heading, justify="right", no_wrap=True)
+    rows.add_column("meaning", style="dim")
     for found in made.stages:
-        shape = " x ".join(map(str, found.shape))
         numbers = [f"{value:.4g}" for value in (found.mean, found.rms, found.min, found.max)]
         if found.name == "ids" or found.name.endswith(".experts"):
             numbers[:2] = "", ""  # a mean of numbers that are names
-        table.add_row(found.name, shape, *numbers, found.meaning)
+        rows.add_row(found.name, shape(found.shape), *numbers, found.meaning)
     if len(traced.passes) == 1:
-        return table
-    steps = Table(box=None, pad_edge=False, header_style="bold")
+        return Fit(rows)
+    steps = table()
     for heading in ("pass", "positions", "embed", "keys of block 0"):
         steps.add_column(heading, justify="right")
-    steps.add_column("tokens", overflow="ellipsis", no_wrap=True)
+    steps.add_column("tokens", overflow="fold")
     for n, one in enumerate(traced.passes):
-        shapes = {stage.name: " x ".join(map(str, stage.shape)) for stage in one.stages}
+        shapes = {stage.name: shape(stage.shape) for stage in one.stages}
         last = one.start + len(one.ids) - 1
         positions = f"{one.start}-{last}" if last > one.start else str(last)
         steps.add_row(str(n), positions, shapes["embed"], shapes.get("blocks.0.keys", ""), Text(" ".join(one.tokens)))
-    return Group(Text(f"pass {number}", "bold"), table, "", steps)
+    return Group(Text(f"pass {number}", "bold"), Fit(rows), "", Fit(steps))
 
 
 def view_slice(found: Slice) -> RenderableType:
     """The values as a table, and what was cut off."""
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("", justify="right", style="dim")
+    made = table()
+    made.add_column("", justify="right", style="dim")
     if found.row_labels is not None:
-        table.add_column("", no_wrap=True)
+        made.add_column("", no_wrap=True)
     for n, column in enumerate(range(*found.columns)):
         label = f" {found.column_labels[n]}" if found.column_labels is not None else ""
-        table.add_column(Text(f"{column}{label}"), justify="right")
+        made.add_column(Text(f"{column}{label}"), justify="right")
     for n, values in enumerate(found.values):
         spoken = [Text(found.row_labels[n])] if found.row_labels is not None else []
-        table.add_row(str(found.rows[0] + n), *spoken, *(_number(value) for value in values))
+        made.add_row(str(found.rows[0] + n), *spoken, *(_number(value) for value in values))
     head = "" if found.head is None else f"head {found.head} of {found.stage.shape[0]}, "
-    shape = found.stage.shape[-2:] if len(found.stage.shape) > 1 else (*found.stage.shape, 1)
-    rows, columns = (_part(*part) for part in (("row", found.rows, shape[0]), ("column", found.columns, shape[1])))
+    last = found.stage.shape[-2:] if len(found.stage.shape) > 1 else (*found.stage.shape, 1)
+    rows, columns = (_part(*part) for part in (("row", found.rows, last[0]), ("column", found.columns, last[1])))
     axes = " x ".join(f"{size} ({axis})" for size, axis in zip(found.stage.shape, found.stage.axes, strict=True))
     title = Text(f"{found.stage.name}: {found.stage.meaning}; {axes}")
-    return Group(title, Text(f"{head}{rows}, {columns}", "dim"), table)
+    return Group(title, Text(f"{head}{rows}, {columns}", "dim"), Fit(made))
 
 
 def _part(what: str, part: tuple[int, int], size: int) -> str:

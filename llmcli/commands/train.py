@@ -343,7 +343,7 @@ def lines_of(event: Event) -> list[str]:
             ]
         case events.Eval():
             return [
-                f"step {event.step}  val loss {event.val_loss:.4f}  perplexity {event.perplexity:.4g}  "
+                f"step {event.step}  val loss {event.val_loss:.4f}  perplexity {event.perplexity:,.2f}  "
                 f"{event.bits_per_byte:.4f} bits/byte"
             ]
         case events.Saved():
@@ -378,7 +378,6 @@ class Screen:
                 self.seen["Best"] = event
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        from rich.table import Table
         from rich.text import Text
 
         if "Done" in self.seen:
@@ -389,7 +388,7 @@ class Screen:
             share = f" {doing.done / doing.total:.0%}" if doing and doing.total else ""
             yield Text(f"{doing.what if doing else 'starting'}{share}", style="dim")
             return
-        grid = Table.grid(padding=(0, 2))
+        grid = output.facts()
         at = step.step if step else start.step
         share = at / max(1, start.max_steps)
         left = self.time_left(at, start.max_steps)
@@ -403,7 +402,7 @@ class Screen:
                 "val",
                 Text.assemble(
                     (f"{value.val_loss:.4f}", "bold"),
-                    f"  perplexity {value.perplexity:.4g}  {value.bits_per_byte:.4f} bits/byte"
+                    f"  perplexity {value.perplexity:,.2f}  {value.bits_per_byte:.4f} bits/byte"
                     f"  best {best.val_loss:.4f} at step {best.step:,}",
                 ),
             )
@@ -475,17 +474,13 @@ def as_toml(value: Any) -> str:
 
 def view_estimate(estimate: Estimate) -> RenderableType:
     """The estimate, a line each."""
-    from rich.table import Table
-
     minutes = estimate.seconds / 60
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_row("parameters", f"{estimate.parameters:,}")
-    table.add_row(
-        "a step", f"{estimate.seconds_per_step:.3f} s, {quantity(round(estimate.tokens_per_second))} tokens/s"
-    )
-    table.add_row("all steps and evaluations", f"{minutes:.1f} min" if minutes < 120 else f"{minutes / 60:.1f} h")
-    table.add_row("epochs", f"{estimate.epochs:.2f}")
-    table.add_row("memory, measured", size(estimate.memory))
-    table.add_row("memory, weights to logits", size(estimate.computed_memory))
-    table.add_row("a checkpoint with its state", size(estimate.checkpoint_bytes))
-    return table
+    rows = output.facts()
+    rows.add_row("parameters", f"{estimate.parameters:,}")
+    rows.add_row("a step", f"{estimate.seconds_per_step:.3f} s, {quantity(round(estimate.tokens_per_second))} tokens/s")
+    rows.add_row("all steps and evaluations", f"{minutes:.1f} min" if minutes < 120 else f"{minutes / 60:.1f} h")
+    rows.add_row("epochs", f"{estimate.epochs:.2f}")
+    rows.add_row("memory, measured", size(estimate.memory))
+    rows.add_row("memory, weights to logits", size(estimate.computed_memory))
+    rows.add_row("a checkpoint with its state", size(estimate.checkpoint_bytes))
+    return rows

@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from llmcli.commands import OUTPUT, AsJson, Field
-from llmcli.output import emit, progress
+from llmcli.output import emit, facts, progress
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -91,11 +91,9 @@ def run(
 
 def view(trained: Trained) -> Table:
     """What was learned, a line each."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_row("tokens", f"{trained.vocab_size:,} ({trained.kind})")
-    table.add_row("from", f"{trained.characters:,} characters in {trained.documents:,} documents")
-    table.add_row("bytes per token", f"{trained.bytes_per_token:.3f}")
-    table.add_row("written to", trained.out)
-    return table
+    rows = facts()
+    rows.add_row("tokens", f"{trained.vocab_size:,} ({trained.kind})")
+    rows.add_row("from", f"{trained.characters:,} characters in {trained.documents:,} documents")
+    rows.add_row("bytes per token", f"{trained.bytes_per_token:.3f}")
+    rows.add_row("written to", trained.out)
+    return rows
