@@ -49,7 +49,7 @@ class LayerCache:
         buffer = self._buffer
         if buffer is None or self._end == buffer.shape[3]:
             buffer = self._room(1, both[0].unsqueeze(2))
-        buffer[:, :, :, self._end] = both
+        buffer.select(3, self._end).copy_(both)
         self._end += 1
         return self._seen(buffer, 1)
 

@@ -1,14 +1,16 @@
 """One new position at a time, for as little as it can cost: the decoder's forward pass with T = 1, written flat.
 
 A forward pass of one position does little arithmetic; in a small model its time goes into calls. Here every matrix is
-called once, into buffers that stay, without a module around it. The weights are the model's own: nothing is copied,
-fused or packed. `layers` says what is computed; tests hold the two to the same logits, family by family.
+called once, into buffers that stay, without a module around it; matrices that take the same input are called as one
+where they lie side by side in memory (GPT-2's do in its files) or are small enough to be laid so. `layers` says what is
+computed; tests hold the two to the same logits, family by family.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import cast
 
 import torch
@@ -88,6 +90,9 @@ class Step:
 SMALL = 4_000_000
 """Parameters below which one thread decodes faster than several: to call the others takes longer than the work."""
 
+COPIED = 1 << 17
+"""Numbers up to which a matrix is laid out anew where that makes its products faster: a copy of it costs nothing."""
+
 
 def threads(model: Decoder) -> int:
     """How many threads a model of this size is best decoded with, of those that torch has."""
@@ -95,11 +100,11 @@ def threads(model: Decoder) -> int:
 
 
 class _Turns:
-    """The current position's rotations, made once for all layers: cos and sin, (R/2,) or (B * heads, R/2)."""
+    """The current position's rotations, made once for all layers: cos twice over and sin, (R) and (R/2) or one a row,
+    (B, 1, R) and (B, 1, R/2)."""
 
     def __init__(self, model: Decoder) -> None:
         self._rotary = dict(model.rotary.items())
-        self._heads = (model.config.num_heads, cast(int, model.config.num_kv_heads))
         self._like = model.token_embeddings.weight
         self._tables: dict[str, tuple[Tensor, ...]] = {}
         self._known = 0
@@ -117,26 +122,54 @@ class _Turns:
             self._known = 2 * position + BLOCK
             positions = torch.arange(self._known, device=self._like.device)
             for kind, rotary in self._rotary.items():
-                tables = rotary(positions, self._like.dtype)
-                self._tables[kind] = tuple(table[:, : self.half(kind)].contiguous() for table in tables)
+                cos, sin = rotary(positions, self._like.dtype)
+                self._tables[kind] = cos, sin[:, : self.half(kind)].contiguous(), -sin[:, : self.half(kind)]
         for kind, tables in self._tables.items():
             now = tuple(table[places] for table in tables)
-            if isinstance(places, Tensor):  # all query heads of all rows, then all their key heads
-                now = tuple(torch.cat([t.repeat_interleave(heads, 0) for heads in self._heads]) for t in now)
-            self.now[kind] = now
+            self.now[kind] = tuple(table.unsqueeze(1) for table in now) if isinstance(places, Tensor) else now
 
 
 def _linear(weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Rows:
     """x @ weight.T + bias, into `out` or a new tensor."""
-    turned, bias = weight.detach().t(), None if bias is None else bias.detach()
+    turned, bias = _turned(weight), None if bias is None else bias.detach()
     if bias is None:
         return lambda x: torch.mm(x, turned, out=out)
     return lambda x: torch.addmm(bias, x, turned, out=out)
 
 
+def _turned(weight: Tensor) -> Tensor:
+    """A matrix (out, in) as (in, out), laid out so when it is small: products with one row go through it as it lies."""
+    turned = weight.detach().t()
+    return turned.contiguous() if turned.numel() <= COPIED else turned
+
+
+def _together(*linears: nn.Linear) -> list[tuple[Tensor, Tensor | None]]:
+    """Weights and biases of linear layers of one input: as one, where they lie side by side or are small."""
+    weights = [linear.weight.detach() for linear in linears]
+    biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+    whole = _side_by_side(weights)
+    if whole is None and sum(weight.numel() for weight in weights) <= COPIED:
+        whole = torch.cat(weights)
+    if whole is None or len(biases) not in (0, len(linears)):
+        return [(linear.weight, linear.bias) for linear in linears]
+    return [(whole, torch.cat(biases) if biases else None)]
+
+
+def _side_by_side(weights: Sequence[Tensor]) -> Tensor | None:
+    """Matrices (out, in) as one view, where each begins at the row after the last of the one before."""
+    first, rows = weights[0], 0
+    for weight in weights:
+        here = first.data_ptr() + rows * first.stride(0) * first.element_size()
+        same = weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same or weight.data_ptr() != here or weight.stride() != first.stride():
+            return None
+        rows += len(weight)
+    return first.as_strided((rows, first.shape[1]), first.stride())
+
+
 def _adding(weight: Tensor, bias: Tensor | None, x: Tensor) -> Rows:
     """x += y @ weight.T + bias, without a tensor in between; gives back x."""
-    turned, bias = weight.detach().t(), None if bias is None else bias.detach()
+    turned, bias = _turned(weight), None if bias is None else bias.detach()
     if bias is None:
         return lambda y: x.addmm_(y, turned)
     return lambda y: x.addmm_(y, turned).add_(bias)
@@ -167,16 +200,15 @@ def _norm_of_one_row(norm: RMSNorm, x: Tensor) -> Rows:
 
         def exact(x: Tensor) -> Tensor:
             row = x.view(-1)
-            return torch.addcmul(
-                zero, x, weight, value=1 / math.sqrt(float(torch.dot(row, row)) / width + eps), out=out
-            )
+            inverse = 1 / math.sqrt(torch.dot(row, row).item() / width + eps)
+            return torch.addcmul(zero, x, weight, value=inverse, out=out)
 
         return exact
 
     def rounded(x: Tensor) -> Tensor:
         wide = x.float()
         row = wide.view(-1)
-        wide.mul_(1 / math.sqrt(float(torch.dot(row, row)) / width + eps))
+        wide.mul_(1 / math.sqrt(torch.dot(row, row).item() / width + eps))
         return wide.mul_(weight).type_as(x) if norm.plus_one else wide.type_as(x).mul_(weight)
 
     return rounded
@@ -208,34 +240,30 @@ def _attention(attention: Attention, cache: LayerCache, x: Tensor, turns: _Turns
     """Attention of one position a row; with `adding` the result goes onto x."""
     batch, size, kind = x.shape[0], attention.head_size, attention.rope
     q_dim, kv_dim = attention.q.out_features, attention.k.out_features
-    # Queries, keys and values lie side by side: what turns is one view, what is remembered another.
-    room = x.new_empty(batch * (q_dim + 2 * kv_dim))
-    ends = batch * q_dim, batch * (q_dim + kv_dim)
-    q, k, v = (part.view(batch, -1) for part in room.tensor_split(ends))
-    heads = room[: ends[1]].view(-1, size)
-    both = room[ends[0] :].view(2, batch, -1, size)
+    # A row's queries, keys and values lie side by side: what turns is one view, what is remembered another.
+    room = x.new_empty(batch, q_dim + 2 * kv_dim)
+    project = _into(room, _together(attention.q, attention.k, attention.v))
+    q, k = room[:, :q_dim], room[:, q_dim : q_dim + kv_dim]
+    both = room[:, q_dim:].view(batch, 2, -1, size).transpose(0, 1)
     by_group = q.view(batch, kv_dim // size, -1, size)  # the queries of a group stand as rows of their one key head
     half = turns.half(kind) if kind else 0
-    first, second = heads[:, :half], heads[:, half : 2 * half]
-    spare = torch.empty_like(first)
-    project = [
-        _linear(linear.weight, linear.bias, part)
-        for linear, part in ((attention.q, q), (attention.k, k), (attention.v, v))
-    ]
+    heads = room[:, : q_dim + kv_dim].view(batch, -1, size)[..., : 2 * half]
+    first, second = heads[..., :half], heads[..., half:]
+    turned = torch.empty_like(heads, memory_format=torch.contiguous_format)
+    from_first, from_second = turned[..., half:], turned[..., :half]
     output = _out(attention.output, x, adding)
     q_norm, k_norm, scale, cap = attention.q_norm, attention.k_norm, attention.scale, attention.softcap
 
     def step(h: Tensor) -> Tensor:
-        for linear in project:
-            linear(h)
+        project(h)
         if q_norm is not None and k_norm is not None:
             q.copy_(q_norm.over_parts(q))
             k.copy_(k_norm.over_parts(k))
         if kind:
-            cos, sin = turns.now[kind]
-            torch.mul(first, sin, out=spare)
-            first.mul_(cos).addcmul_(second, sin, value=-1)
-            second.mul_(cos).add_(spare)
+            cos, sin, minus_sin = turns.now[kind]
+            torch.mul(first, sin, out=from_first)
+            torch.mul(second, minus_sin, out=from_second)
+            torch.addcmul(turned, heads, cos, out=heads)
         keys, values = cache.append_one(both)
         mask = None
         if cache.padding is not None:
@@ -252,6 +280,21 @@ def _attention(attention: Attention, cache: LayerCache, x: Tensor, turns: _Turns
     return step
 
 
+def _into(room: Tensor, parts: Sequence[tuple[Tensor, Tensor | None]]) -> Callable[[Tensor], object]:
+    """Fill the columns of `room` (B, n) with what layers of one input make of it, one beside the other."""
+    ends = list(accumulate(len(weight) for weight, _ in parts))
+    columns = room.tensor_split(ends[:-1], dim=1)
+    calls = [_linear(weight, bias, out) for (weight, bias), out in zip(parts, columns, strict=True)]
+    if len(calls) == 1:
+        return calls[0]
+
+    def fill(h: Tensor) -> None:
+        for call in calls:
+            call(h)
+
+    return fill
+
+
 def _feed_forward(module: nn.Module, x: Tensor, adding: bool) -> Rows:
     """A feed-forward part; with `adding` the result goes onto x."""
     if type(module) is FeedForward:
@@ -259,10 +302,16 @@ def _feed_forward(module: nn.Module, x: Tensor, adding: bool) -> Rows:
         down = _out(module.down, x, adding)
         return lambda h: down(activation(up(h)))
     if type(module) is GatedFeedForward:
-        activation, up = module.activation, _linear(module.up.weight, module.up.bias)
-        gate = _linear(module.gate.weight, module.gate.bias)
-        down = _out(module.down, x, adding)
-        return lambda h: down(activation(gate(h)).mul_(up(h)))
+        activation, down = module.activation, _out(module.down, x, adding)
+        room = x.new_empty(x.shape[0], 2 * module.up.out_features)
+        project = _into(room, _together(module.gate, module.up))
+        opened, values = room.chunk(2, dim=1)
+
+        def gated(h: Tensor) -> Tensor:
+            project(h)
+            return down(activation(opened).mul_(values))
+
+        return gated
     if adding:
         return lambda h: x.add_(module(h))
     return cast(Rows, module)
