@@ -35,11 +35,17 @@ def load_model(
     """The model of a checkpoint in eval mode: `model(ids (B, T)) -> logits (B, T, V)`.
 
     `dtype` None keeps the file's. What the tie decision was and why: `llmcli.checkpoint.load`, which this calls.
-    Raises a subclass of `llmcli.errors.LlmcliError` for every refusal.
+    What may be wrong with it, values that are no numbers among it, is a UserWarning that names the tensors. Raises a
+    subclass of `llmcli.errors.LlmcliError` for every refusal.
     """
+    import warnings
+
     from llmcli import checkpoint, targets
 
-    return checkpoint.load(targets.find_checkpoint(path), dtype=dtype, device=device, tie=tie, keep=keep)[0]
+    model, plan = checkpoint.load(targets.find_checkpoint(path), dtype=dtype, device=device, tie=tie, keep=keep)
+    for warning in (*plan.warnings, *checkpoint.not_finite(checkpoint.findings(model, plan))):
+        warnings.warn(f"{path}: {warning}", stacklevel=2)
+    return model
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -64,7 +70,7 @@ def count(target: str | Path | dict[str, Any] | ModelConfig) -> ParameterCount:
     from llmcli import config, families, hf_config, params
 
     if isinstance(target, dict):
-        table = config.model_table(target)
+        table = config.model_table(target, "config")
         if hf_config.is_hf(table):
             return params.count(hf_config.read(table, "config").config)
         target = families.complete(config.parse(table, config.ModelConfig, "config"))

@@ -14,7 +14,7 @@ import shutil
 import sys
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,7 @@ def load(
         seen.add(value.data_ptr())
     model.load_state_dict(weights, strict=True, assign=True)
     model.requires_grad_(True)
+    model.source = path
     return model.eval(), made
 
 
@@ -135,6 +136,20 @@ def findings(model: Decoder, made: mapping.Plan) -> Iterator[Finding]:
         if not (low.isfinite() and high.isfinite()):
             nan, infinite = int(value.isnan().sum()), int(value.isinf().sum())
         yield Finding(made.sources[name].info.name, value.nbytes, nan, infinite)
+
+
+def not_finite(found: Iterable[Finding], where: str = "") -> list[str]:
+    """A line for each tensor of the file with values that are no numbers."""
+    counts: dict[str, tuple[int, int]] = {}
+    for one in found:
+        nan, infinite = counts.get(one.name, (0, 0))
+        counts[one.name] = nan + one.nan, infinite + one.infinite
+    return [
+        f"{name} holds {' and '.join(f'{n:,} {what}' for n, what in ((nan, 'NaN'), (infinite, 'infinite')) if n)} "
+        f"values{where}"
+        for name, (nan, infinite) in counts.items()
+        if nan or infinite
+    ]
 
 
 class Reader:

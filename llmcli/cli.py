@@ -93,8 +93,13 @@ def run(arguments: list[str]) -> int:
     except OSError as error:
         if error.filename is None:  # a write to stdout: what is still buffered would fail again
             _silence_stdout()
-        output.error(LlmcliError(f"the system refused: {error}", "Check the disk's free space and the permissions."))
+        where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+        said = error.strerror or str(error)
+        output.error(LlmcliError(where + said, "Check the path, its permissions and the disk's free space."))
         return 1
+    except UnicodeEncodeError as error:  # a name that is not UTF-8, where text is needed
+        output.error(UsageError(f"{error.object!r}: not UTF-8 text", "Rename the file, or spell the word in UTF-8."))
+        return UsageError.exit_code
     except Exception as error:
         if hasattr(error, "format_message"):  # Typer's own complaint about the command line
             context = getattr(error, "ctx", None)

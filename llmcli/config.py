@@ -25,6 +25,13 @@ Positive = Annotated[float, Meta(gt=0.0, le=1e300)]  # no infinity: JSON cannot 
 NotNegative = Annotated[float, Meta(ge=0.0, le=1e300)]
 
 
+MAX_BYTES = 10_000_000
+"""The longest configuration read; more is something else under its name."""
+
+WRITING = "`llmcli presets gpt2` shows a model's file, `llmcli train --print-config` every key of a recipe."
+"""What to do about a configuration that cannot be read."""
+
+
 class RopeScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """How RoPE's frequencies are stretched past the trained context.
 
@@ -184,6 +191,10 @@ def presets() -> dict[str, Path]:
 def read_table(path: Path) -> dict[str, Any]:
     """The table in a TOML or JSON file. Raises ConfigError, naming the file, when it cannot be read as one."""
     try:
+        if path.exists() and not path.is_file():  # a device has no end
+            raise ConfigError(f"{path}: not a file", WRITING)
+        if (size := path.stat().st_size) > MAX_BYTES:
+            raise ConfigError(f"{path}: {size:,} bytes are too many for a configuration", WRITING)
         raw = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})", "Check the path and its permissions.") from None
@@ -191,12 +202,14 @@ def read_table(path: Path) -> dict[str, Any]:
         text = raw.decode("utf-8-sig")
         table = msgspec.toml.decode(text) if path.suffix == ".toml" else json.loads(text)
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text (byte {raw[error.start]:#04x} at offset {error.start})") from None
+        raise ConfigError(
+            f"{path}: not UTF-8 text (byte {raw[error.start]:#04x} at offset {error.start:,})", WRITING
+        ) from None
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         kind = "TOML" if path.suffix == ".toml" else "JSON"
-        raise ConfigError(f"{path}: not valid {kind}: {error}") from None
+        raise ConfigError(f"{path}: not valid {kind}: {error}", WRITING) from None
     if not isinstance(table, dict):
-        raise ConfigError(f"{path}: holds {type(table).__name__} where a table of keys belongs")
+        raise ConfigError(f"{path}: holds {type(table).__name__} where a table of keys belongs", WRITING)
     return table
 
 
@@ -205,6 +218,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 def parse(table: dict[str, Any], kind: type[T], source: str) -> T:
     """A table of keys as the struct `kind`. Raises ConfigError naming `source`, the key, and the nearest known key."""
+    if wrong := [key for key in table if not isinstance(key, str)]:
+        raise ConfigError(f"{source}: {wrong[0]!r}: not the name of a key", WRITING)
     try:
         return msgspec.convert(table, kind)
     except msgspec.ValidationError as error:
@@ -213,7 +228,9 @@ def parse(table: dict[str, Any], kind: type[T], source: str) -> T:
         unknown = re.search(r"unknown field `(.*)`", message)
         if not unknown:
             what = re.sub(r"^Object missing required field `(.*)`$", r"the key '\1' is missing", message)
-            raise ConfigError(f"{source}: {where + ': ' if where else ''}{what[:1].lower()}{what[1:]}") from None
+            raise ConfigError(
+                f"{source}: {where + ': ' if where else ''}{what[:1].lower()}{what[1:]}", WRITING
+            ) from None
         struct: Any = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig}.get(where, kind)
         known = [field.name for field in msgspec.structs.fields(struct)]
         near = difflib.get_close_matches(unknown[1], known, n=1)
@@ -221,10 +238,12 @@ def parse(table: dict[str, Any], kind: type[T], source: str) -> T:
         raise ConfigError(f"{source}: unknown key '{where + '.' if where else ''}{unknown[1]}'", hint) from None
 
 
-def model_table(table: dict[str, Any]) -> dict[str, Any]:
-    """The model's keys in a recipe (its `[model]`) or in a file that holds nothing else."""
+def model_table(table: dict[str, Any], source: str) -> dict[str, Any]:
+    """The model's keys in a recipe (its `[model]`) or in a file that holds nothing else. Raises ConfigError."""
     inner = table.get("model", table)
-    return inner if isinstance(inner, dict) else {"model": inner}
+    if not isinstance(inner, dict):
+        raise ConfigError(f"{source}: model: holds {type(inner).__name__} where a table of keys belongs", WRITING)
+    return inner
 
 
 def with_settings(table: dict[str, Any], settings: list[str]) -> dict[str, Any]:
@@ -272,6 +291,9 @@ def find_recipe(name: str) -> tuple[str, dict[str, Any]]:
     Raises UsageError when nothing of that name exists, and ConfigError when it cannot be read.
     """
     known, path = presets(), Path(name)
+    if path.exists() and not path.is_file() and name not in known:
+        what = "a folder" if path.is_dir() else "neither a file nor a folder"
+        raise UsageError(f"{name}: {what}, not a recipe", "Give a preset's name or a recipe file.")
     if not path.is_file() and name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         raise UsageError(

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
-from llmcli.errors import DataError, LlmcliError
+from llmcli.errors import DataError, LlmcliError, UsageError
 
 CHUNK = 1 << 20
 """Bytes read, or characters given, at a time."""
@@ -82,17 +82,19 @@ def embedded() -> str:
 def find(paths: str | Iterable[str] | None, field: str = "text", encoding: str = "auto") -> Corpus:
     """The files that paths, folders (searched to their leaves) and patterns name, in a fixed order.
 
-    Raises DataError for what does not exist, for a folder without text, and for an unknown encoding.
+    Raises UsageError for what does not exist and for an unknown encoding, DataError for a folder without text.
     """
     if encoding != "auto":
         try:
             codecs.lookup(encoding)
         except LookupError:
-            raise DataError(f"unknown encoding '{encoding}'", "For example: utf-8, cp1252, latin-1, utf-16.") from None
+            raise UsageError(
+                f"--encoding {encoding}: no such encoding", "For example: utf-8, cp1252, latin-1, utf-16."
+            ) from None
     files: dict[Path, None] = {}
     for name in [paths] if isinstance(paths, str) else paths or ():
         if not name.strip():
-            raise DataError("an empty name: no text is meant by it", "Give a file, a folder or a pattern.")
+            raise UsageError("an empty name: no text is meant by it", "Give a file, a folder or a pattern.")
         path = Path(name).expanduser()
         if path.is_dir():
             found = [file for file in _walk(path) if _kind(file) in (*PLAIN, *LINES, *TABLES)]
@@ -103,10 +105,10 @@ def find(paths: str | Iterable[str] | None, field: str = "text", encoding: str =
         else:
             found = [Path(match) for match in sorted(glob.glob(str(path), recursive=True)) if Path(match).is_file()]
             if not found:
-                raise DataError(f"{name}: no such file or folder", "Check the path, or give another with --data.")
+                raise UsageError(f"{name}: no such file or folder", "Check the path, or give another.")
         files.update(dict.fromkeys(found))
     if paths is not None and not files:
-        raise DataError("an empty list of files", "Give a file, a folder or a pattern.")
+        raise UsageError("an empty list of files", "Give a file, a folder or a pattern.")
     return Corpus(tuple(files), field, encoding)
 
 
@@ -162,7 +164,9 @@ def _zstd(path: Path) -> Iterator[bytes]:
     try:
         zstandard = importlib.import_module("zstandard")
     except ImportError:
-        raise DataError(f"{path}: the package that reads zstd is not installed", 'pip install "llmcli[zstd]"') from None
+        raise DataError(
+            f"{path}: the package that reads zstd is not installed", 'Install the extra: pip install "llmcli[zstd]"'
+        ) from None
     new_frame = zstandard.ZstdDecompressor().decompressobj
     with path.open("rb") as file:
         frame, inside = new_frame(), False
@@ -270,7 +274,8 @@ def _rows(path: Path, field: str) -> Iterator[str]:
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError:
         raise DataError(
-            f"{path}: the package that reads parquet is not installed", 'pip install "llmcli[parquet]"'
+            f"{path}: the package that reads parquet is not installed",
+            'Install the extra: pip install "llmcli[parquet]"',
         ) from None
     try:
         file = parquet.ParquetFile(path)

@@ -39,6 +39,8 @@ def read(run: Path) -> Curve:
     """
     path = run / METRICS if run.is_dir() else run
     try:
+        if path.exists() and not path.is_file():  # a device has no end
+            raise UsageError(f"{path}: not a file", "Give the folder of a training run.")
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror})", "Give the folder of a training run.") from None
@@ -49,10 +51,9 @@ def read(run: Path) -> Curve:
         except msgspec.DecodeError:
             continue
         kind = event.get("event") if isinstance(event, dict) else None
-        if kind == "step":
-            steps.append(event)
-        elif kind == "eval":
-            evaluations.append(event)
+        needed = {"step": ("step", "loss", "tokens", "tokens_per_second"), "eval": ("step", "val_loss")}.get(kind, ())
+        if needed and all(isinstance(event.get(key), int | float) for key in needed):
+            (steps if kind == "step" else evaluations).append(event)
     if not steps and not evaluations:
         raise UsageError(f"{path}: no steps in it", "Give the folder of a training run.")
     return Curve(name=run.name if run.is_dir() else run.parent.name, steps=steps, evaluations=evaluations)

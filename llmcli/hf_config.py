@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from llmcli import families
-from llmcli.config import ModelConfig, parse
+from llmcli.config import WRITING, ModelConfig, parse
 from llmcli.errors import ConfigError
 from llmcli.families import Family
 from llmcli.tensors import clip, listing
@@ -84,7 +84,7 @@ def read(table: dict[str, Any], source: str) -> HfConfig:
     try:
         return _read(table, source)
     except ConfigError as error:
-        raise ConfigError(error.message, error.hint or REPAIR) from None
+        raise ConfigError(error.message, REPAIR if error.hint in ("", WRITING) else error.hint) from None
 
 
 def _read(table: dict[str, Any], source: str) -> HfConfig:

@@ -112,7 +112,9 @@ def fetch_headers(repo: RepoId, offline: bool = False) -> Headers:
             headers = list(pool.map(lambda name: _read_remote_header(repo, commit, name, folder / name), weights))
         found = _joined(repo, headers)
         if absent := sorted(_weight_map(repo, folder / form).keys() - found.infos.keys()) if len(weights) > 1 else []:
-            raise CheckpointError(f"{repo}: {form} names tensors that no shard holds: {tensors.listing(absent)}")
+            raise CheckpointError(
+                f"{repo}: {form} names tensors that no shard holds: {tensors.listing(absent)}", "Take another revision."
+            )
         return Headers(folder, found, here=False)
 
 
@@ -121,7 +123,9 @@ def _joined(repo: RepoId, headers: list[dict[str, TensorInfo]]) -> Checkpoint:
     infos: dict[str, TensorInfo] = {}
     for header in headers:
         if twice := sorted(infos.keys() & header.keys()):
-            raise CheckpointError(f"{repo}: tensors that are in two shards: {tensors.listing(twice)}")
+            raise CheckpointError(
+                f"{repo}: tensors that are in two shards: {tensors.listing(twice)}", "Take another revision."
+            )
         infos |= header
     return Checkpoint(infos, tuple(sorted({info.file for info in infos.values()})))
 
@@ -169,7 +173,8 @@ def _weights(repo: RepoId, commit: str, names: list[str], form: str) -> list[str
     if absent := [name for name in shards if name not in names]:
         raise CheckpointError(
             f"{repo}: {form} names {len(absent)} of {len(shards)} files that the repository does not have: "
-            + ", ".join(absent)
+            + ", ".join(absent),
+            "Take another revision.",
         )
     return shards
 
@@ -179,7 +184,7 @@ def _weight_map(repo: RepoId, index: Path) -> dict[str, str]:
     try:
         return msgspec.convert(json.loads(index.read_bytes())["weight_map"], dict[str, str])
     except (ValueError, KeyError, TypeError, RecursionError):  # msgspec.ValidationError is a ValueError
-        raise CheckpointError(f"{repo}: {index.name} is not an index of shards") from None
+        raise CheckpointError(f"{repo}: {index.name} is not an index of shards", "Take another revision.") from None
 
 
 def _fetch_resumably(repo: RepoId, commit: str, name: str) -> None:
@@ -336,7 +341,9 @@ def _refusals(repo: RepoId) -> Iterator[None]:
             f"A revision is a branch, a tag or a whole commit hash; see {constants.ENDPOINT}/{repo.name}.",
         ) from None
     except errors.HFValidationError as error:
-        raise UsageError(f"{repo}: not the name of a repository ({error})") from None
+        raise UsageError(
+            f"{repo}: not the name of a repository ({error})", "Write org/name or org/name@revision."
+        ) from None
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
         hint = {

@@ -411,7 +411,7 @@ class Lab:
         made, matrix = self.recorded(of, number), self.matrices.get(name)
         tensor = made.tensor(name) if matrix is None else matrix
         if len(at) != tensor.dim():
-            raise UsageError(f"{name} has {tensor.dim()} axes, the slice has {len(at)}")
+            raise UsageError(f"{name} has {tensor.dim()} axes, the slice has {len(at)}", "Give a slice for each axis.")
         ranges = [range(*part.indices(size)) for part, size in zip(at, tensor.shape, strict=True)]
         if (count := math.prod(map(len, ranges))) > self.limits.values:
             raise UsageError(f"{count:,} values at once, the most is {self.limits.values:,}", "Ask for fewer.")
@@ -501,7 +501,10 @@ class Lab:
         with self._probing:
             if self._rows is None:
                 if self._path is None:
-                    raise UsageError("the nearest tokens are looked up in a checkpoint's file, and there is none")
+                    raise UsageError(
+                        "the nearest tokens are looked up in a checkpoint's file, and there is none",
+                        "Open a checkpoint.",
+                    )
                 size = self.tokenizer.size if self.tokenizer else None
                 self._rows = probe.Rows(probe.find_matrix(self._path), size)
             if not 0 <= id < self._rows.count:

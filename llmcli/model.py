@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from llmcli import families
+from llmcli import families, params
 from llmcli.cache import Cache
 from llmcli.config import ModelConfig
 from llmcli.errors import UsageError
@@ -25,6 +26,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config = families.complete(config)
+        self.source: Path | None = None  # the checkpoint it was read from, for what a message may say of it
         family = families.get(config.family)
         layered = config.num_layers > 0
         self.token_embeddings = TokenEmbeddings(config.vocab_size, config.embed_dim, config.scale_embeddings)
@@ -91,8 +93,10 @@ class Decoder(nn.Module):
         low, high = (int(n) for n in torch.aminmax(ids))
         if low < 0 or high >= self.config.vocab_size:
             wrong = low if low < 0 else high
+            size = params.tokenizer_size(self.source) if self.source else None
+            also = "" if size is None else f"; the tokenizer beside the weights has {size}"
             raise UsageError(
-                f"token id {wrong} is outside the vocabulary: vocab_size is {self.config.vocab_size}",
+                f"token id {wrong} is outside the vocabulary: vocab_size is {self.config.vocab_size}{also}",
                 "The text was encoded with a tokenizer of another model.",
             )
 

@@ -137,6 +137,8 @@ class Names:
         """
         if re.fullmatch(r"#\d{1,18}", text, re.ASCII):
             id = int(text[1:])
+        elif re.fullmatch(r"#[+-]?\d+", text, re.ASCII) and not (self.known and self._spellings.id(text) is not None):
+            raise TokenizerError(f"{text}: there is no such row", f"Rows are numbered #0 to #{self.rows - 1}.")
         elif not self.known:
             raise TokenizerError(f"{text!r}: there is no tokenizer beside the weights", "Name rows as #id.")
         else:
@@ -151,7 +153,7 @@ class Names:
         if bad is not None:
             also = f"; the tokenizer's size is {self._spellings.size}" if self.known else ""
             raise TokenizerError(
-                f"Token id {bad} has no row in the model: its vocab_size is {self.rows}{also}.",
+                f"token id {bad} has no row in the model: its vocab_size is {self.rows}{also}",
                 "Use the tokenizer the model was trained with.",
             )
 
@@ -213,10 +215,7 @@ def mean_query(names: Names, queries: Sequence[Query]) -> Query:
 def vector_queries(path: Path, width: int) -> list[Query]:
     """The vectors in a file: .npy, or JSON with one list of numbers or a list of such lists. Raises UsageError."""
     try:
-        if path.suffix == ".npy":
-            values = np.load(path, allow_pickle=False)
-        else:
-            values = np.asarray(json.loads(path.read_bytes()))
+        values = np.load(path, allow_pickle=False) if path.suffix == ".npy" else np.asarray(json.loads(_read(path)))
         values = np.atleast_2d(values.astype(np.float64, casting="safe" if values.dtype.kind in "biuf" else "no"))
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror or error})", "Check the path.") from None
@@ -356,9 +355,21 @@ def read_among(path: Path, names: Names) -> tuple[Ids, list[str]]:
     return np.asarray(ids, np.intp), unknown
 
 
+MOST_BYTES = 100_000_000
+"""The longest file of tokens, analogies or numbers that is read; a device has no end."""
+
+
+def _read(path: Path) -> bytes:
+    with path.open("rb") as file:
+        raw = file.read(MOST_BYTES + 1)
+    if len(raw) > MOST_BYTES:
+        raise UsageError(f"{path}: more than {MOST_BYTES:,} bytes", "Give a shorter file.")
+    return raw
+
+
 def _lines(path: Path) -> list[str]:
     try:
-        raw = path.read_bytes()
+        raw = _read(path)
         return raw.decode("utf-8-sig").replace("\r\n", "\n").split("\n")
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror or error})", "Check the path.") from None

@@ -229,7 +229,7 @@ def take(target: str | Path, *, revision: str | None = None, offline: bool = Fal
                 except (ConfigError, CheckpointError) as refusal:
                     hf = None
                     notes.append(f"{refusal.message}; counted from the files alone")
-                tokens = _tokenizer_size(headers.path)
+                tokens = tokenizer_size(headers.path)
                 counted = count_files(headers.checkpoint, hf, str(target), tokens=tokens, readable=headers.here)
                 return msgspec.structs.replace(counted, notes=tuple(notes))
     config = targets.read_config(target, revision=revision, offline=offline)
@@ -252,7 +252,7 @@ class _Vocabulary(msgspec.Struct):
     added_tokens: list[_Added] = []
 
 
-def _tokenizer_size(checkpoint: Path) -> int | None:
+def tokenizer_size(checkpoint: Path) -> int | None:
     """The largest token id + 1 of a checkpoint's tokenizer, read without the tokenizers library; None without one."""
     path = (checkpoint if checkpoint.is_dir() else checkpoint.parent) / "tokenizer.json"
     try:

@@ -73,7 +73,7 @@ def check(path: str | Path) -> Path:
         raise UsageError(f"{path}: is a folder", "Give the name of a file.")
     if importlib.util.find_spec("matplotlib") is None:
         raise LlmcliError(
-            "pictures need matplotlib, which is not installed", "Install the extra: pip install 'llmcli[plot]'"
+            "pictures need matplotlib, which is not installed", 'Install the extra: pip install "llmcli[plot]"'
         )
     return path
 

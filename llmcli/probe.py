@@ -218,7 +218,7 @@ class Rows:
     ) -> list[list[Hit]]:
         """As `nearest`, for any score."""
         if k < 0:
-            raise UsageError(f"-k {k}: a number of neighbours is not negative")
+            raise UsageError(f"-k {k}: a number of neighbours is not negative", "Give 0 or more.")
         left_out = [np.asarray(ids, np.intp) for ids in exclude] or [np.empty(0, np.intp)] * score.queries
         enough = k + max(map(len, left_out), default=0)
         if k == 0:

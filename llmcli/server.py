@@ -358,8 +358,9 @@ def listen(host: str, port: int | None) -> socket.socket:
                 host, wanted, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )[0]
             listening = socket.socket(family, kind, protocol)
-        except OSError as error:
-            raise UsageError(f"--host {host}: {error.strerror or error}", "Leave --host out to stay local.") from None
+        except (OSError, UnicodeError) as error:
+            said = getattr(error, "strerror", None) or "no such name"
+            raise UsageError(f"--host {host}: {said}", "Leave --host out to stay local.") from None
         try:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind(address)

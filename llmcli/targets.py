@@ -19,9 +19,6 @@ from llmcli.hub import Headers, RepoId
 HUB = "hf://"
 """In front of org/name: the Hub's repository is meant, whatever exists here."""
 
-MAX_CONFIG = 10_000_000
-"""The longest config.json read, in bytes."""
-
 _REPO = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>.+))?", re.ASCII)
 
 
@@ -61,11 +58,14 @@ def read_config(target: str | Path, *, revision: str | None = None, offline: boo
         table = read_table(path)
         if hf_config.is_hf(table):
             return hf_config.read(table, str(path)).config
-        return families.complete(parse(model_table(table), ModelConfig, str(path)), str(path))
+        return families.complete(parse(model_table(table, str(path)), ModelConfig, str(path)), str(path))
+    if path.exists():
+        raise ConfigError(f"{path}: neither a file nor a folder", "Give a config file or a checkpoint.")
     known = presets()
     if str(target) in known:
         source = known[str(target)]
-        return families.complete(parse(model_table(read_table(source)), ModelConfig, source.name), source.name)
+        table = model_table(read_table(source), source.name)
+        return families.complete(parse(table, ModelConfig, source.name), source.name)
     if repo := repo_id(target, revision):
         return read_hf_config(hub.fetch_config(repo, offline)).config
     near = difflib.get_close_matches(str(target), known, n=1)
@@ -83,12 +83,10 @@ def read_hf_config(checkpoint: Path) -> HfConfig:
         raise CheckpointError(
             f"{folder}: no config.json", "A checkpoint is a folder with config.json and model.safetensors."
         )
-    if (size := path.stat().st_size) > MAX_CONFIG:
-        raise CheckpointError(f"{path}: {size:,} bytes are too many for a config.json", "Get it again.")
     try:
         table = read_table(path)
     except ConfigError as error:
-        raise ConfigError(error.message, error.hint or hf_config.REPAIR) from None
+        raise ConfigError(error.message, hf_config.REPAIR) from None
     return hf_config.read(table, str(path))
 
 

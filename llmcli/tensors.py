@@ -239,7 +239,9 @@ def _numpy_type(info: TensorInfo) -> np.dtype[Any]:
     import numpy as np
 
     if info.dtype not in _NUMPY:
-        raise CheckpointError(f"{info.file}: tensor '{info.name}' is {info.dtype}, a type that is not read here")
+        raise CheckpointError(
+            f"{info.file}: tensor '{info.name}' is {info.dtype}, a type that is not read here", "Convert it to float32."
+        )
     return np.dtype(_NUMPY[info.dtype])
 
 
@@ -470,7 +472,10 @@ def read_checkpoint(path: Path, read: Callable[[Path], dict[str, TensorInfo]] = 
     for file in files.paths:
         for key, info in read(file).items():
             if key in infos:
-                raise CheckpointError(f"{path}: tensor '{key}' is in {infos[key].file.name} and in {file.name}")
+                raise CheckpointError(
+                    f"{path}: tensor '{key}' is in {infos[key].file.name} and in {file.name}",
+                    "Get the checkpoint again.",
+                )
             infos[key] = info
     notes = [*files.notes, *(_check_index(files.index, infos) if files.index else ())]
     return Checkpoint(infos, files.paths, tuple(notes))

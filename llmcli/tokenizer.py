@@ -161,9 +161,9 @@ class Tokenizer:
         else:
             hint = "Ask for a word of this tokenizer's vocabulary."
         if len(ids) == 1:
-            raise TokenizerError(f"{text!r} is unknown to the tokenizer: it reads {self.token(ids[0])!r}.", hint)
-        pieces = ", ".join(f"{self.token(id)!r} (id {id})" for id in ids)
-        raise TokenizerError(f"{text!r} is {len(ids)} tokens, not one{': ' if ids else ''}{pieces}.", hint)
+            raise TokenizerError(f"{text!r} is unknown to the tokenizer: it reads {self.token(ids[0])!r}", hint)
+        pieces = ", ".join(f"{self.token(id)!r} (id {id})" for id in ids[:20]) + (", ..." if len(ids) > 20 else "")
+        raise TokenizerError(f"{text!r} is {len(ids)} tokens, not one{': ' if ids else ''}{pieces}", hint)
 
     def save(self, folder: str | Path) -> None:
         """Write `tokenizer.json` and the `tokenizer_config.json` with which transformers gives the same ids.
@@ -350,7 +350,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     repeats too little gives fewer tokens. Raises TokenizerError for a `vocab_size` below 257.
     """
     if vocab_size < 257:
-        raise TokenizerError(f"A byte-level BPE has at least 257 tokens; vocab_size is {vocab_size}.", "Ask for more.")
+        raise TokenizerError(f"vocab_size {vocab_size}: a byte-level BPE has at least 257 tokens", "Ask for more.")
     backend = _byte_level({}, use_regex=True)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -379,7 +379,7 @@ def load(path: str | Path) -> Tokenizer:
     name = next((name for name in names if (folder / name).is_file()), None)
     if name is None:
         looked = "tokenizer.json, vocab.json with merges.txt, or tokenizer.model"
-        raise TokenizerError(f"No tokenizer in {path}: looked for {looked}.", "Give the folder that holds one.")
+        raise TokenizerError(f"{path}: no tokenizer there (looked for {looked})", "Give the folder that holds one.")
     config = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
     if name in ("vocab.json", "merges.txt"):
         backend, defaults = _read_vocab_and_merges(folder)
@@ -455,12 +455,12 @@ def _read_bytes(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise TokenizerError(
-            f"{path} cannot be read: {error.strerror}.", "Check the file and its permissions."
+            f"{path}: cannot be read ({error.strerror})", "Check the file and its permissions."
         ) from None
 
 
 def _damaged(path: Path, why: object) -> TokenizerError:
-    return TokenizerError(f"{path} is damaged: {str(why).rstrip('.')}.", "Copy or download the file again.")
+    return TokenizerError(f"{path}: damaged: {str(why).rstrip('.')}", "Copy or download the file again.")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -489,7 +489,9 @@ def _read_vocab_and_merges(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str
     vocab, merges = folder / "vocab.json", folder / "merges.txt"
     for path in (vocab, merges):
         if not path.is_file():
-            raise TokenizerError(f"No tokenizer in {folder}: {path.name} is missing.", "Copy it beside the other file.")
+            raise TokenizerError(
+                f"{folder}: no tokenizer there: {path.name} is missing", "Copy it beside the other file."
+            )
     _read_json(vocab)  # for its own message
     try:
         tokens, pairs = models.BPE.read_file(str(vocab), str(merges))
@@ -526,15 +528,15 @@ def _read_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str
     try:
         proto = importlib.import_module("sentencepiece.sentencepiece_model_pb2").ModelProto()
     except ImportError:
-        message = f"{path} is a SentencePiece model, and the package that reads it is not installed."
-        raise TokenizerError(message, 'pip install "llmcli[sentencepiece]"') from None
+        message = f"{path}: a SentencePiece model, and the package that reads it is not installed"
+        raise TokenizerError(message, 'Install the extra: pip install "llmcli[sentencepiece]"') from None
     try:
         proto.ParseFromString(_read_bytes(path))
         pieces, trainer, rules = list(proto.pieces), proto.trainer_spec, proto.normalizer_spec
         if not pieces:
             raise _damaged(path, "no pieces in it")
         if trainer.model_type not in (1, 2) or trainer.treat_whitespace_as_suffix:
-            message = f"{path} is a SentencePiece model of words, of characters, or with spaces after words."
+            message = f"{path}: a SentencePiece model of words, of characters, or with spaces after words"
             raise TokenizerError(message, "llmcli reads BPE and unigram models with spaces before words.")
         model: Any = _sentencepiece_model(pieces, trainer)
         steps: list[Any] = []

@@ -62,7 +62,7 @@ def _transformers_model(folder: Path) -> tuple[Any, tuple[str, ...]]:
         transformers: Any = importlib.import_module("transformers")
     except ImportError:
         raise UsageError(
-            "--verify compares with transformers, which is not installed", "pip install transformers"
+            "--verify compares with transformers, which is not installed", "Install it: pip install transformers"
         ) from None
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

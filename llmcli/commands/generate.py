@@ -43,7 +43,7 @@ Prompt = Annotated[
 PromptFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Read the prompt from a file.")]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", metavar="N", help="Stop after so many tokens.")]
 Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End before this text. May be repeated.")]
-NumSamples = Annotated[int, typer.Option(metavar="N", min=1, help="Give so many answers, as one batch.")]
+NumSamples = Annotated[int, typer.Option(metavar="N", min=1, max=10_000, help="Give so many answers, as one batch.")]
 TopK = Annotated[
     int | None,
     typer.Option(metavar="N", help="Draw among so many most probable tokens.", rich_help_panel=SAMPLING),
@@ -295,7 +295,9 @@ def _talk(model: Decoder, tokenizer: Tokenizer, sampling: Sampling, stops: list[
                     sampling, temperature=_sampling(temperature=float(value)).temperature
                 )
             except (ValueError, UsageError):
-                output.error(UsageError(f"/temperature {value}: a number from 0 up belongs here"))
+                output.error(
+                    UsageError(f"/temperature {value}: not a number from 0 up", "For example: /temperature 0.8")
+                )
         elif command.startswith("/"):
             output.write(HELP)
         elif line:

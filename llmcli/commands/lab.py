@@ -43,7 +43,9 @@ def run(
         missing = (error.name or "").partition(".")[0]
         if missing not in ("starlette", "uvicorn"):
             raise
-        raise LlmcliError(f"the lab needs {missing}, which is not installed", 'pip install "llmcli[lab]"') from None
+        raise LlmcliError(
+            f"the lab needs {missing}, which is not installed", 'Install the extra: pip install "llmcli[lab]"'
+        ) from None
     from llmcli.lab import Lab, Limits
     from llmcli.targets import find_checkpoint
 

@@ -13,7 +13,7 @@ from llmcli.commands import OUTPUT, AsJson, Checkpoint, Dtype, Keep, Offline, Re
 from llmcli.output import emit, facts, progress, quantity, warn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from rich.console import RenderableType
 
@@ -167,12 +167,14 @@ def _load(
 
     model, plan = checkpoint.load(path, dtype=dtype, tie=tie, keep=keep)
     size = sum(parameter.nbytes for parameter in model.parameters())
-    counts: dict[str, tuple[int, int]] = {}
     with progress("reading", size, "B") as advance:
-        for finding in checkpoint.findings(model, plan):
-            nan, infinite = counts.get(finding.name, (0, 0))
-            counts[finding.name] = nan + finding.nan, infinite + finding.infinite
-            advance(finding.size)
+
+        def read() -> Iterator[checkpoint.Finding]:
+            for finding in checkpoint.findings(model, plan):
+                advance(finding.size)
+                yield finding
+
+        remarks = checkpoint.not_finite(read(), f" as {dtype}" if dtype else "")
     if out:
         with progress("writing", size, "B") as advance:
             checkpoint.save(
@@ -184,17 +186,7 @@ def _load(
                 shard_bytes=shard_bytes or checkpoint.SHARD_BYTES,
                 on_bytes=advance,
             )
-    return plan, _not_finite(counts, f" as {dtype}" if dtype else "")
-
-
-def _not_finite(counts: dict[str, tuple[int, int]], where: str) -> list[str]:
-    """One line for each tensor with values that are no numbers."""
-    return [
-        f"{name} holds {' and '.join(f'{n:,} {what}' for n, what in ((nan, 'NaN'), (infinite, 'infinite')) if n)} "
-        f"values{where}"
-        for name, (nan, infinite) in counts.items()
-        if nan or infinite
-    ]
+    return plan, remarks
 
 
 def _carried_keys(path: Path) -> dict[str, Any]:

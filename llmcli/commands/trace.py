@@ -126,7 +126,9 @@ def run(
     Example: llmcli trace runs/glasslm/best "Once upon a time" --stage blocks.0.weights --head 2
     """
     if (text is None) == (ids is None):
-        raise UsageError("give a text or --ids, one of them", "For example: llmcli trace CHECKPOINT 'Once upon a time'")
+        raise UsageError(
+            "neither or both of a text and --ids are given", "For example: llmcli trace CHECKPOINT 'Once upon a time'"
+        )
     from llmcli import trace
     from llmcli.generate import Sampling
     from llmcli.lab import Lab, Limits
@@ -180,7 +182,7 @@ def open_tokenizer(path: Path, needed: bool) -> Tokenizer | None:
     except TokenizerError as error:
         if needed:
             raise
-        note(f"{error.message} Tokens are shown as ids.")
+        note(f"{error.message}; tokens are shown as ids")
         return None
 
 
@@ -233,7 +235,10 @@ def _check_place(file: Path | None, suffix: str) -> None:
     if file is None:
         return
     if file.suffix != suffix:
-        raise UsageError(f"{file}: its name does not end in {suffix}", f"For example: {file.with_suffix(suffix)}")
+        raise UsageError(
+            f"{file}: its name does not end in {suffix}",
+            f"For example: {file.with_suffix(suffix) if file.name else f'trace{suffix}'}",
+        )
     if not file.absolute().parent.is_dir():
         raise UsageError(f"{file}: there is no folder {file.absolute().parent}", "Make it first.")
 

@@ -271,7 +271,10 @@ def tensorboard_writer(folder: Path) -> Callable[[Event], None]:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise LlmcliError("--tensorboard: it is not installed", "pip install 'llmcli[tensorboard]'") from None
+        raise LlmcliError(
+            "--tensorboard needs tensorboard, which is not installed",
+            'Install the extra: pip install "llmcli[tensorboard]"',
+        ) from None
     writers: list[Any] = []
 
     def write(event: Event) -> None:
