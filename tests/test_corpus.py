@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmcli import corpus
-from llmcli.errors import DataError
+from llmcli.errors import DataError, UsageError
 
 TEXT = "Grüße, 世界!\nSecond line – 🙂\n"
 
@@ -78,7 +78,7 @@ def test_utf16_without_a_mark_is_refused_and_read_when_named(tmp_path: Path) -> 
 
 
 def test_an_unknown_encoding_is_refused() -> None:
-    with pytest.raises(DataError, match="unknown encoding 'utf-9'"):
+    with pytest.raises(UsageError, match="utf-9: no such encoding"):
         corpus.find(None, encoding="utf-9")
 
 
@@ -187,7 +187,7 @@ def test_a_file_whose_name_looks_like_a_pattern_is_a_file(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["nothing.txt", "*.nothing"])
 def test_what_is_not_there_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(DataError, match="no such file"):
+    with pytest.raises(UsageError, match="no such file"):
         corpus.find(str(tmp_path / name))
 
 

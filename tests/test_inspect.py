@@ -616,7 +616,7 @@ def test_a_view_of_seven_billion_parameters_is_one_screen(tmp_path: Path, capsys
     shown = capsys.readouterr().out.splitlines()
     assert len(shown) <= 24
     assert any("6,738,415,616" in line and line.startswith("parameters") for line in shown)
-    assert any("model.layers.{0-31}.mlp.up_proj.weight" in line and "× 32" in line and "1-2" in line for line in shown)
+    assert any("model.layers.{0-31}.mlp.up_proj.weight" in line and "32 ×" in line and "1-2" in line for line in shown)
     assert not any(line.startswith("problem") for line in shown)
 
 
