@@ -108,6 +108,8 @@ def run(arguments: list[str]) -> int:
             return UsageError.exit_code
         if os.environ.get("LLMCLI_TRACEBACK"):
             raise
+        if os.environ.get("_LLMCLI_COMPLETE"):  # a shell that waits for completions: a message would garble its line
+            return 1
         output.error(
             LlmcliError(
                 f"{type(error).__name__}: {error}",

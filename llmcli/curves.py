@@ -32,6 +32,10 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
         return min(self.evaluations, key=lambda row: row["val_loss"], default=None)
 
 
+def _has(event: dict[str, Any], *keys: str) -> bool:
+    return all(isinstance(event.get(key), int | float) for key in keys)
+
+
 def read(run: Path) -> Curve:
     """The curve of a run's folder, or of a metrics.jsonl itself. Raises UsageError where there is none.
 
@@ -51,9 +55,10 @@ def read(run: Path) -> Curve:
         except msgspec.DecodeError:
             continue
         kind = event.get("event") if isinstance(event, dict) else None
-        needed = {"step": ("step", "loss", "tokens", "tokens_per_second"), "eval": ("step", "val_loss")}.get(kind, ())
-        if needed and all(isinstance(event.get(key), int | float) for key in needed):
-            (steps if kind == "step" else evaluations).append(event)
+        if kind == "step" and _has(event, "step", "loss", "tokens", "tokens_per_second"):
+            steps.append(event)
+        elif kind == "eval" and _has(event, "step", "val_loss"):
+            evaluations.append(event)
     if not steps and not evaluations:
         raise UsageError(f"{path}: no steps in it", "Give the folder of a training run.")
     return Curve(name=run.name if run.is_dir() else run.parent.name, steps=steps, evaluations=evaluations)

@@ -318,7 +318,9 @@ def predictions(model: Decoder, tokenizer: Tokenizer, ids: Sequence[int], count:
 def why(model: Decoder, tokenizer: Tokenizer, ids: Sequence[int], candidate: int, position: int = -1) -> Why:
     """The parts of one candidate's logit after the token at `position`, computed in float64."""
     if not -len(ids) <= position < len(ids):
-        raise UsageError(f"position {position} is outside the text's {len(ids)} tokens", f"0 to {len(ids) - 1}.")
+        raise UsageError(
+            f"position {position} is outside the text's {len(ids)} tokens", f"Choose from 0 to {len(ids) - 1}."
+        )
     check_ids([candidate], model.config.vocab_size, tokenizer.size)
     state = _states(model, tokenizer, ids)[position]
     head = model.output_projection

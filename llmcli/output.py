@@ -201,8 +201,23 @@ class Fit:
             column.no_wrap = column.no_wrap or column.justify == "right"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        least = console.measure(self._table, options=options.update(max_width=9999)).minimum
-        yield self._table if least <= options.max_width else self._blocks()
+        # Left to itself rich would cut numbers and drop columns before it breaks a line.
+        columns, least, most = self._table.columns, [], []
+        for column in columns:
+            found = [
+                console.measure(part, options=options.update(max_width=9999)) for part in (column.header, *column.cells)
+            ]
+            most.append(max(part.maximum for part in found))
+            words = max(part.minimum for part in found) if column.overflow != "fold" else column.min_width or 8
+            least.append(most[-1] if column.no_wrap else min(most[-1], words))
+        left = options.max_width - 2 * (len(columns) - 1) - sum(least)
+        if left < 0:
+            yield self._blocks()
+            return
+        for column, low, high in zip(columns, least, most, strict=True):
+            column.min_width, column.width = None, low + min(left, high - low)
+            left -= column.width - low
+        yield self._table
 
     def _blocks(self) -> Table:
         made = facts()

@@ -256,7 +256,7 @@ def test_several_checkpoints_stand_in_one_table(folder: Path, capsys: pytest.Cap
     assert cli.run(["evaluate", str(folder), str(folder), str(text), *options]) == 0
     shown = capsys.readouterr()
     lines = shown.out.splitlines()
-    assert lines[0].split()[:3] == ["tokens", "loss", "perplexity"]
+    assert lines[0].split()[:4] == ["checkpoint", "tokens", "loss", "perplexity"]
     assert lines[1].split()[1] == lines[2].split()[1] == "10"
     assert shown.out.count("the worst tokens") == shown.out.count("loss by context") == 2
     losses = [float(line.split()[2]) for line in lines[6:16]]
@@ -268,7 +268,7 @@ def test_several_checkpoints_stand_in_one_table(folder: Path, capsys: pytest.Cap
     ("arguments", "code", "said"),
     [
         (["only-one"], 2, "a checkpoint and a text"),
-        (["MODEL", "/nowhere.txt"], 1, "/nowhere.txt"),
+        (["MODEL", "/nowhere.txt"], 2, "/nowhere.txt"),
         (["/nowhere", "TEXT"], 2, "/nowhere"),
         (["MODEL", "TEXT", "--stride", "33"], 2, "stride 33"),
     ],

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +93,11 @@ def test_a_bent_checkpoint_is_right_or_refused(
         if not check:
             assert report["warnings"] == ["model.layers.1.mlp.up_proj.weight holds 1 NaN values"]
             assert "1 NaN" in err
+        with pytest.warns(UserWarning, match=r"layers\.1\.mlp\.up_proj\.weight holds 1 NaN values"):
+            load_model(folder)
         return
-    with torch.no_grad():
+    said = pytest.warns(UserWarning, match="bent: ") if report["warnings"] else nullcontext()
+    with torch.no_grad(), said:  # the API says what the command says
         logits = load_model(folder)(straight.ids)
     torch.testing.assert_close(logits, straight.logits(bend.family, bend.tied), atol=2e-4, rtol=0)
 

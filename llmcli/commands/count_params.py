@@ -302,7 +302,11 @@ def lines_view(result: Result) -> RenderableType:
 
     lines = merged(result.lines or [])
 
-    def full(bars: int, shapes: bool) -> Table:
+    def each(line: Line, times: int) -> str:
+        one = shape(line.shape) if line.shape is not None else ""
+        return f"{times} × {one or f'{line.parameters:,}'}" if times > 1 else one
+
+    def full(bars: int) -> Table:
         made = table(padding=(0, 1, 0, 0))
         made.add_column(result.target, overflow="fold")
         made.add_column("", justify="right")
@@ -312,17 +316,18 @@ def lines_view(result: Result) -> RenderableType:
             made.add_column("", min_width=bars + 1, style="cyan")
         for name, line, times in lines:
             share = line.share * times
-            one = shape(line.shape) if shapes and line.shape is not None else ""
-            each = f"{times} × {one or f'{line.parameters:,}'}" if times > 1 else one
-            cells = [name, each, f"{times * line.parameters:,}", percent(share)]
+            cells = [name, each(line, times), f"{times * line.parameters:,}", percent(share)]
             made.add_row(*cells, *([bar(share, bars)] if bars else []))
         return made
 
     def narrow() -> Text:
-        parts = (f"{name}\n  {times * line.parameters:,}  {percent(line.share * times)}" for name, line, times in lines)
-        return Text("\n".join([result.target, *parts]))
+        said = [f"{result.target}: parameters"]
+        for name, line, times in lines:
+            said += [name, f"  {times * line.parameters:,}  {percent(line.share * times)}"]
+            said += [f"  {each(line, times)}"] if each(line, times) else []
+        return Text("\n".join(said))
 
-    return Fitting(lambda: full(12, True), lambda: full(0, True), lambda: full(0, False), narrow)
+    return Fitting(lambda: full(12), lambda: full(0), narrow)
 
 
 def merged(lines: list[Line]) -> list[tuple[str, Line, int]]:

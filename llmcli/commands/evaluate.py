@@ -76,7 +76,7 @@ def run(
     Example: llmcli evaluate runs/glasslm/best runs/mine/best text.txt --stride 128
     """
     if len(targets) < 2:
-        raise UsageError("evaluate needs a checkpoint and a text", "Give both: llmcli evaluate CHECKPOINT... FILE")
+        raise UsageError("evaluate needs a checkpoint and a text", "Give both: llmcli evaluate CHECKPOINT FILE")
     from llmcli import corpus, evaluate, tokenizer
     from llmcli import targets as places
     from llmcli.config import ModelConfig

@@ -41,7 +41,9 @@ Prompt = Annotated[
     typer.Argument(metavar="PROMPT", help="The text to go on from; '-' or a pipe: stdin; empty: a new text."),
 ]
 PromptFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Read the prompt from a file.")]
-MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", metavar="N", help="Stop after so many tokens.")]
+MaxNewTokens = Annotated[
+    int, typer.Option("--max-new-tokens", "-n", metavar="N", min=0, help="Stop after so many tokens.")
+]
 Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End before this text. May be repeated.")]
 NumSamples = Annotated[int, typer.Option(metavar="N", min=1, max=10_000, help="Give so many answers, as one batch.")]
 TopK = Annotated[
@@ -296,7 +298,7 @@ def _talk(model: Decoder, tokenizer: Tokenizer, sampling: Sampling, stops: list[
                 )
             except (ValueError, UsageError):
                 output.error(
-                    UsageError(f"/temperature {value}: not a number from 0 up", "For example: /temperature 0.8")
+                    UsageError(f"/temperature {value}: not a number from 0 up", "For example, /temperature 0.8.")
                 )
         elif command.startswith("/"):
             output.write(HELP)

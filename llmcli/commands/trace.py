@@ -126,9 +126,7 @@ def run(
     Example: llmcli trace runs/glasslm/best "Once upon a time" --stage blocks.0.weights --head 2
     """
     if (text is None) == (ids is None):
-        raise UsageError(
-            "neither or both of a text and --ids are given", "For example: llmcli trace CHECKPOINT 'Once upon a time'"
-        )
+        raise UsageError("give a text or --ids, one of them", "For example: llmcli trace CHECKPOINT 'Once upon a time'")
     from llmcli import trace
     from llmcli.generate import Sampling
     from llmcli.lab import Lab, Limits
