@@ -1,5 +1,15 @@
-"""python -m llmcli"""
+"""The program: `llmcli`, or python -m llmcli."""
 
-from llmcli.cli import main
+import signal
 
-main()
+
+def main() -> None:
+    """Run the command line. Ctrl-C before it can be answered, while all is being imported, ends without a word."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from llmcli import cli
+
+    cli.main()
+
+
+if __name__ == "__main__":
+    main()

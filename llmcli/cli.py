@@ -7,6 +7,7 @@ import os
 import pkgutil
 import signal
 import sys
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -57,13 +58,17 @@ def main() -> None:
     if sys.stdout is None or sys.stderr is None:  # the shell has closed it (>&-)
         nowhere = open(os.devnull, "w")  # noqa: SIM115 (it stays open to the end)
         sys.stdout, sys.stderr = sys.stdout or nowhere, sys.stderr or nowhere
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left that could answer
+    sys.exit(code)
 
 
 def interrupt(number: int, frame: object) -> None:
     """Ctrl-C as Python knows it; but an exception raised while torch is being imported can be lost on its way."""
     spec = getattr(sys.modules.get("torch"), "__spec__", None)
     if getattr(spec, "_initializing", False):
+        with suppress(OSError):
+            os.write(2, b"note: interrupted\n")
         os._exit(INTERRUPTED)
     raise KeyboardInterrupt
 
@@ -86,6 +91,7 @@ def run(arguments: list[str]) -> int:
         output.error(refusal)
         return refusal.exit_code
     except (KeyboardInterrupt, typer.Abort):
+        output.note("interrupted")
         return INTERRUPTED
     except BrokenPipeError:  # the reader has seen enough
         _silence_stdout()
