@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import gc
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # as typing's, which is not imported here: until `__main__` runs, Ctrl-C shows a traceback
 if TYPE_CHECKING:
+    from pathlib import Path
+    from typing import Any
+
     import torch
 
     from llmcli.config import ModelConfig

@@ -16,6 +16,8 @@ from llmcli import __version__, commands, output
 from llmcli.errors import LlmcliError, UsageError
 
 INTERRUPTED = 130
+_interrupts: list[int] = []
+"""The signals that `interrupt` has seen. Typer makes an exit code of the exception, and says nothing."""
 
 
 def make_app() -> typer.Typer:
@@ -55,9 +57,11 @@ def top(
 def main() -> None:
     """The console script: run the command line and exit with 0, 1 (failure), 2 (usage) or 130 (interrupted)."""
     signal.signal(signal.SIGINT, interrupt)
-    if sys.stdout is None or sys.stderr is None:  # the shell has closed it (>&-)
+    if sys.stdout is None or sys.stderr is None:  # the shell has closed one (>&-)
         nowhere = open(os.devnull, "w")  # noqa: SIM115 (it stays open to the end)
         sys.stdout, sys.stderr = sys.stdout or nowhere, sys.stderr or nowhere
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)  # noqa: SIM115
     code = run(sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left that could answer
     sys.exit(code)
@@ -65,17 +69,13 @@ def main() -> None:
 
 def interrupt(number: int, frame: object) -> None:
     """Ctrl-C as Python knows it; but an exception raised while torch is being imported can be lost on its way."""
+    _interrupts.append(number)
     spec = getattr(sys.modules.get("torch"), "__spec__", None)
     if getattr(spec, "_initializing", False):
         with suppress(OSError):
             os.write(2, b"note: interrupted\n")
         os._exit(INTERRUPTED)
     raise KeyboardInterrupt
-
-
-def _silence_stdout() -> None:
-    """Let what is still buffered go nowhere, so that the interpreter does not complain at its end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run(arguments: list[str]) -> int:
@@ -86,6 +86,8 @@ def run(arguments: list[str]) -> int:
     try:
         code: Any = make_app()(arguments, prog_name="llmcli", standalone_mode=False)
         sys.stdout.flush()
+        if code == INTERRUPTED and _interrupts:
+            output.note("interrupted")
         return code if isinstance(code, int) else 0
     except LlmcliError as refusal:
         output.error(refusal)
@@ -94,11 +96,11 @@ def run(arguments: list[str]) -> int:
         output.note("interrupted")
         return INTERRUPTED
     except BrokenPipeError:  # the reader has seen enough
-        _silence_stdout()
+        output.silence()
         return 0
     except OSError as error:
         if error.filename is None:  # a write to stdout: what is still buffered would fail again
-            _silence_stdout()
+            output.silence()
         where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
         said = error.strerror or str(error)
         output.error(LlmcliError(where + said, "Check the path, its permissions and the disk's free space."))

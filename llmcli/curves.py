@@ -55,7 +55,7 @@ def read(run: Path) -> Curve:
         except msgspec.DecodeError:
             continue
         kind = event.get("event") if isinstance(event, dict) else None
-        if kind == "step" and _has(event, "step", "loss", "tokens", "tokens_per_second"):
+        if kind == "step" and _has(event, "step", "loss", "lr", "tokens", "tokens_per_second"):
             steps.append(event)
         elif kind == "eval" and _has(event, "step", "val_loss"):
             evaluations.append(event)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -54,9 +55,18 @@ def emit_json(result: Any, indent: bool = True) -> None:
 
 
 def write(text: str) -> None:
-    """Text to stdout as it is, at once."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    """Text to stdout as it is, at once. Where nobody reads on (`| head`) the command ends, without a complaint."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        silence()
+        raise SystemExit(0) from None
+
+
+def silence() -> None:
+    """Let what is still buffered go nowhere, so that the interpreter does not complain at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def paint(text: str, style: str = "") -> None:

@@ -261,9 +261,7 @@ class Tokenizer:
             return [table[character] for character in text]
         except KeyError as error:
             position = offset + text.index(error.args[0])
-            message = (
-                f"The character {error.args[0]!r} (position {position}) is not one of this tokenizer's characters."
-            )
+            message = f"the character {error.args[0]!r} (position {position}) is not one of this tokenizer's characters"
             raise TokenizerError(message, "Leave it out, or train with a tokenizer of bytes or BPE.") from None
 
 
@@ -317,7 +315,7 @@ def check_ids(ids: Iterable[int], vocab_size: int, tokenizer_size: int | None = 
     bad = next((id for id in ids if not 0 <= id < vocab_size), None)
     if bad is not None:
         also = "" if tokenizer_size is None else f"; the tokenizer's size is {tokenizer_size}"
-        message = f"Token id {bad} has no row in the model: its vocab_size is {vocab_size}{also}."
+        message = f"token id {bad} has no row in the model: its vocab_size is {vocab_size}{also}"
         raise TokenizerError(message, "Use the tokenizer the model was trained with.")
 
 
@@ -427,7 +425,7 @@ def _require_unicode(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        message = f"The text is not Unicode: {text[error.start]!r} at position {error.start} is half a character."
+        message = f"the text is not Unicode: {text[error.start]!r} at position {error.start} is half a character"
         raise TokenizerError(message, "Give the text as UTF-8.") from None
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmcli.cache import Cache
-from llmcli.errors import UsageError
+from llmcli.errors import LlmcliError, UsageError
 from llmcli.layers import (
     ACTIVATIONS,
     Attention,
@@ -382,8 +382,9 @@ def _norm_name(norm: nn.Module, over: str = "") -> str:
 def save(recorded: Sequence[Pass], path: Path) -> None:
     """Every stage of every pass as it is, in one safetensors file: `embed`, or `3.embed` where passes are several.
 
-    The file appears whole or not at all. Raises UsageError when it cannot be written.
+    The file appears whole or not at all. Raises LlmcliError when it cannot be written.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     tensors = {
@@ -395,7 +396,8 @@ def save(recorded: Sequence[Pass], path: Path) -> None:
     try:
         save_file(tensors, aside, metadata={"format": "pt"})
         os.replace(aside, path)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror or error}", "Choose another place.") from None
+    except (OSError, SafetensorError) as error:  # which is how it says that it could not write
+        said = getattr(error, "strerror", None) or error
+        raise LlmcliError(f"{path}: cannot be written ({said})", "Choose another place.") from None
     finally:
         aside.unlink(missing_ok=True)

@@ -6,6 +6,9 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +40,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = folder / "run"
     run.mkdir()
     rows: list[dict[str, Any]] = [
-        {"event": "step", "step": n, "tokens": n, "loss": 2.0, "tokens_per_second": 1.0} for n in (1, 2)
+        {"event": "step", "step": n, "tokens": n, "loss": 2.0, "lr": 0.1, "tokens_per_second": 1.0} for n in (1, 2)
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "empty folder").mkdir()
@@ -183,3 +186,145 @@ def test_any_value_of_any_option_gives_a_result_or_a_refusal(
         if option.opts[0] in rest:  # a required one, or one that keeps it short: the last said holds
             rest = [*rest, option.opts[-1], word]
         check([name, *rest, option.opts[-1], word], capfd)
+
+
+@pytest.mark.parametrize("name", sorted(APP.commands))
+def test_unknown_options_and_too_many_words_are_usage(name: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert check([name, *SOUND[name], "--no-such-option"], capfd) == 2
+    assert check([name, "--jsno", *SOUND[name]], capfd) == 2
+    assert check([name, "--", "--json", *["x"] * 9], capfd) in (1, 2)
+    required = any(parameter.required for parameter in APP.commands[name].params)
+    if required:
+        assert check([name], capfd) == 2
+
+
+@pytest.mark.parametrize("name", sorted(APP.commands))
+def test_options_may_stand_before_arguments_and_twice(name: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    flags = [] if name == "lab" else ["--json"]
+    assert check([name, *flags, *reversed_order(name), *flags], capfd) == 0
+
+
+def reversed_order(name: str) -> list[str]:
+    """A sound line with its options first."""
+    words = SOUND[name]
+    first = next((n for n, word in enumerate(words) if word.startswith("-")), len(words))
+    return [*words[first:], *words[:first]]
+
+
+WRITING = {
+    "count-params --plot": ["count-params", "good", "--plot", "PLACE.svg"],
+    "curves --csv": ["curves", "run", "--csv", "PLACE.csv"],
+    "curves --plot": ["curves", "run", "--plot", "PLACE.png"],
+    "embedding-report --plot": ["embedding-report", "good", "--plot", "PLACE.pdf"],
+    "load-hf --out": ["load-hf", "good", "--out", "PLACE"],
+    "nearest-tokens --export": ["nearest-tokens", "good", "a", "--export", "PLACE"],
+    "nearest-tokens --plot": ["nearest-tokens", "good", "a", "--plot", "PLACE.svg"],
+    "trace --html": ["trace", "good", "Once", "--html", "PLACE.html"],
+    "trace --save": ["trace", "good", "Once", "--save", "PLACE.safetensors"],
+    "train --out": ["train", "glasslm", "--data", "text.txt", "--out", "PLACE", "--set", "train.context=8"],
+    "train-tokenizer --out": ["train-tokenizer", "text.txt", "--kind", "char", "--out", "PLACE"],
+}
+"""Every option that writes."""
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a folder that nobody may write to, not even root")
+@pytest.mark.parametrize("what", WRITING)
+def test_where_nothing_can_be_written_is_said(what: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for place in ("/proc/llmcli-test", "text.txt/under", "nowhere/at/all/deep" if "out" not in what else "/proc/1/x"):
+        if what == "nearest-tokens --export" and place.startswith("nowhere"):
+            continue  # it makes the folder
+        code = check([word.replace("PLACE", place) for word in WRITING[what]], capfd)
+        assert code in (1, 2), place
+
+
+def test_every_option_that_writes_is_tried() -> None:
+    writing = {
+        f"{name} {option.opts[0]}"
+        for name, command in APP.commands.items()
+        for option in command.params
+        if option.param_type_name == "option"
+        and option.metavar in ("FILE", "DIR")
+        and (option.rich_help_panel == "Output" or option.opts[0] == "--out")
+    }
+    assert writing - {"train --plot"} == set(WRITING)  # which writes at the end of a run
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_said(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (here / "full.csv").symlink_to("/dev/full")
+    assert check(["curves", "run", "--csv", "full.csv"], capfd) == 1
+    (here / "full.html").symlink_to("/dev/full")
+    assert check(["trace", "good", "Once", "--html", "full.html"], capfd) in (1, 2)
+
+
+def shell(line: str, here: Path, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    """One line of bash in which `llmcli` is the program."""
+    program = f'llmcli() {{ "{sys.executable}" -m llmcli "$@"; }}; set -o pipefail; '
+    return subprocess.run(
+        ["bash", "-c", program + line],
+        cwd=here,
+        capture_output=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "codes"),
+    [
+        ("llmcli presets | head -1", (0, 141)),
+        ("llmcli count-params good --by tensor --json | head -c 1", (0, 141)),
+        ("llmcli generate good Once -n 40 | head -c 1", (0, 141)),
+        ("llmcli nearest-tokens good --stdin <&-", (0, 1, 2)),
+        ("llmcli generate good <&-", (0, 1, 2)),
+        ("llmcli generate good - < garbage.bin", (1,)),
+        ("llmcli nearest-tokens good --stdin < garbage.bin", (1,)),
+        ("llmcli inspect good > /dev/full", (1,)),
+        ("llmcli generate good Once -n 3 > /dev/full", (1,)),
+        ("llmcli inspect good >&- 2>&-", (0,)),
+        ("llmcli inspect nowhere 2> /dev/full", (1, 2)),
+    ],
+)
+def test_streams_may_be_closed_full_or_garbage(line: str, codes: tuple[int, ...], here: Path) -> None:
+    done = shell(line, here)
+    assert done.returncode in codes, done.stderr[-800:]
+    for word in (b"Traceback", b"fault in llmcli", b"Exception ignored"):
+        assert word not in done.stderr, done.stderr[-800:]
+
+
+@pytest.mark.parametrize("line", ["nearest-tokens good '#200' -k 3", "logits good Éa -k 3", "inspect good"])
+def test_a_locale_of_ascii_is_no_obstacle(line: str, here: Path) -> None:
+    plain = shell(f"llmcli {line}", here, LC_ALL="C", PYTHONIOENCODING="ascii")
+    assert plain.returncode == 0, plain.stderr
+    plain.stdout.decode("ascii")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "delays"),
+    [
+        (["count-params", "good"], (0.06, 0.1)),
+        (["generate", "good", "--ids", "1", "-n", "60", "--temperature", "9"], (0.06, 0.2, 0.6, 1.2)),
+        (["train", "glasslm", "--data", "text.txt", "--out", "stopped", "--set", "train.context=8"], (0.1, 0.5, 1.5)),
+    ],
+)
+def test_an_interrupt_at_any_moment_ends_with_130_and_a_line(
+    arguments: list[str], delays: tuple[float, ...], here: Path
+) -> None:
+    for delay in delays:
+        run = subprocess.Popen(
+            [sys.executable, "-m", "llmcli", *arguments],
+            cwd=here,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        time.sleep(delay)
+        run.send_signal(signal.SIGINT)
+        said = run.communicate(timeout=60)[1]
+        assert run.returncode in (0, 130, -signal.SIGINT), said  # done already; answered; before there was an answer
+        if delay > 0.05:  # before, Python itself is starting
+            assert "Traceback" not in said
+        assert len(said.splitlines()) <= 3, said
+        if run.returncode == 130:
+            assert said.startswith("note: "), said

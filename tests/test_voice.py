@@ -185,7 +185,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         hf.make("gpt2", folder / name, vocab_size=257, seed=seed)
         tokenizer.bytes_tokenizer().save(folder / name)
     (folder / "text.txt").write_text("Once upon a time there was a small model. " * 3)
-    events = ({"event": "step", "step": n, "tokens": n, "loss": 2.0, "tokens_per_second": 1.0} for n in (1, 2))
+    events = (
+        {"event": "step", "step": n, "tokens": n, "loss": 2.0, "lr": 0.1, "tokens_per_second": 1.0} for n in (1, 2)
+    )
     (folder / "run").mkdir()
     (folder / "run" / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     return folder

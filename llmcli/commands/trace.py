@@ -24,7 +24,7 @@ from llmcli.commands import (
     given_ids,
     open_model,
 )
-from llmcli.errors import TokenizerError, UsageError
+from llmcli.errors import LlmcliError, TokenizerError, UsageError
 from llmcli.output import Fit, emit, note, shape, size, table
 
 if TYPE_CHECKING:
@@ -248,7 +248,7 @@ def _write_page(lab: Lab, text: str, file: Path) -> None:
     try:
         file.write_text(content, "utf-8")
     except OSError as error:
-        raise UsageError(f"{file} cannot be written: {error.strerror}", "Choose another place.") from None
+        raise LlmcliError(f"{file}: cannot be written ({error.strerror})", "Choose another place.") from None
     note(f"wrote {file}, {size(file.stat().st_size)}" + ("; its values are rounded to float16" if rounded else ""))
 
 
