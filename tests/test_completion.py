@@ -192,3 +192,9 @@ def test_a_shell_that_asks_wrongly_is_told_in_a_line(asked: str) -> None:
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) <= 2
     assert "Traceback" not in done.stderr and "fault in llmcli" not in done.stderr
+
+
+def test_the_working_folder_itself_is_not_offered(tab: Tab, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert "" not in completion.checkpoints("")
+    assert sorted(tab("generate", "")) == ["files", "runs/first/best", "runs/second\\ one/last"]

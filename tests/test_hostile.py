@@ -328,3 +328,27 @@ def test_an_interrupt_at_any_moment_ends_with_130_and_a_line(
         assert len(said.splitlines()) <= 3, said
         if run.returncode == 130:
             assert said.startswith("note: "), said
+
+
+def test_an_interrupted_command_says_so(
+    here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmcli.params.take", lambda *arguments, **options: os.kill(os.getpid(), signal.SIGINT))
+    before = signal.signal(signal.SIGINT, cli.interrupt)
+    try:
+        assert cli.run(["count-params", "good"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capfd.readouterr().err == "note: interrupted\n"
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs a file without an end")
+def test_a_file_without_an_end_is_not_read_to_it(
+    here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmcli.neighbours.MOST_BYTES", 1000)
+    for option in ("--among", "--analogies", "--vector"):
+        assert cli.run(["nearest-tokens", "good", "a", option, "/dev/zero"]) == 2
+        assert "/dev/zero: more than 1,000 bytes" in capfd.readouterr().err
+    (here / "words.txt").write_text("a\n" * 500)  # just short enough
+    assert cli.run(["nearest-tokens", "good", "a", "--among", "words.txt"]) == 0
