@@ -222,15 +222,16 @@ class Fit:
             least.append(most[-1] if column.no_wrap else min(most[-1], words))
         left = options.max_width - 2 * (len(columns) - 1) - sum(least)
         if left < 0:
-            yield self._blocks()
+            yield self._blocks(options.max_width)
             return
         for column, low, high in zip(columns, least, most, strict=True):
             column.min_width, column.width = None, low + min(left, high - low)
             left -= column.width - low
         yield self._table
 
-    def _blocks(self) -> Table:
+    def _blocks(self, width: int) -> Table:
         made = facts()
+        made.columns[0].no_wrap, made.columns[0].max_width = False, max(8, 2 * width // 5)
         headings = [column.header for column in self._table.columns]
         rows = list(zip(*(column.cells for column in self._table.columns), strict=True))
         for number, cells in enumerate(rows):
