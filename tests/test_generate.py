@@ -309,8 +309,8 @@ def test_non_finite_logits_stop_with_the_step_and_the_cause() -> None:
     stream = generate(made, [[1, 2]], Sampling(temperature=0))
     next(stream), next(stream)
     with torch.no_grad():
-        made.blocks[1].feed_forward.down.weight[3, 4] = math.nan  # type: ignore[union-attr, index]
-    with pytest.raises(NonFiniteLogits, match=r"new token 3 .*blocks\.1\.feed_forward\.down\.weight"):
+        made.blocks[1].feed_forward_norm.weight[3] = math.nan  # type: ignore[union-attr, index]
+    with pytest.raises(NonFiniteLogits, match=r"new token 3 .*blocks\.1\.feed_forward_norm\.weight"):
         next(stream)
     half = wild().half()
     with torch.no_grad():
