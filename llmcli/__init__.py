@@ -37,15 +37,16 @@ def load_model(
     """The model of a checkpoint in eval mode: `model(ids (B, T)) -> logits (B, T, V)`.
 
     `dtype` None keeps the file's. What the tie decision was and why: `llmcli.checkpoint.load`, which this calls.
-    What may be wrong with it, values that are no numbers among it, is a UserWarning that names the tensors. Raises a
-    subclass of `llmcli.errors.LlmcliError` for every refusal.
+    What the headers say that may be wrong is a UserWarning; weights stay where they lie until they are used, so values
+    that are no numbers are found by `llmcli load-hf`. Raises a subclass of `llmcli.errors.LlmcliError` for every
+    refusal.
     """
     import warnings
 
     from llmcli import checkpoint, targets
 
     model, plan = checkpoint.load(targets.find_checkpoint(path), dtype=dtype, device=device, tie=tie, keep=keep)
-    for warning in (*plan.warnings, *checkpoint.not_finite(checkpoint.findings(model, plan))):
+    for warning in plan.warnings:
         warnings.warn(f"{path}: {warning}", stacklevel=2)
     return model
 

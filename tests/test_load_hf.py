@@ -93,8 +93,6 @@ def test_a_bent_checkpoint_is_right_or_refused(
         if not check:
             assert report["warnings"] == ["model.layers.1.mlp.up_proj.weight holds 1 NaN values"]
             assert "1 NaN" in err
-        with pytest.warns(UserWarning, match=r"layers\.1\.mlp\.up_proj\.weight holds 1 NaN values"):
-            load_model(folder)
         return
     said = pytest.warns(UserWarning, match="bent: ") if report["warnings"] else nullcontext()
     with torch.no_grad(), said:  # the API says what the command says
