@@ -175,10 +175,11 @@ def test_a_feed_forward_as_wide_as_the_model_does_not_confuse_the_layout(tmp_pat
 # Other layouts
 
 
-@pytest.mark.parametrize("name", ["output.weight", "embed_out.weight", "model.lm_head.weight"])
-def test_the_output_matrix_is_found_under_other_projects_names(tmp_path: Path, name: str) -> None:
-    case = Case("llama", tmp_path, tie_word_embeddings=False)
-    case.same(tmp_path / "x", {name if n == "lm_head.weight" else n: v for n, v in case.tensors.items()})
+@pytest.mark.parametrize("family", hf.FAMILIES)
+def test_the_output_matrix_is_found_under_other_projects_names(tmp_path: Path, family: str) -> None:
+    case = Case(family, tmp_path, tie_word_embeddings=False)
+    for name in ("output.weight", "embed_out.weight", "model.lm_head.weight"):
+        case.same(tmp_path / name, {name if n == "lm_head.weight" else n: v for n, v in case.tensors.items()})
 
 
 def test_two_output_matrices_are_refused(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from llmcli.config import ModelConfig
-from llmcli.families import Family, Weight
+from llmcli.families import Family, Weight, llama
 
 if TYPE_CHECKING:
     from llmcli.layers import Block
@@ -65,6 +65,7 @@ FAMILY = Family(
     hf_architecture="OpenAIGPTLMHeadModel",
     tied_in_hf=True,
     weights=WEIGHTS,
+    alternatives=llama.HEAD_NAMES,
     ignorable=("transformer.h.{i}.attn.bias", "transformer.position_ids"),
     norm="layer",
     final_norm=False,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from llmcli.config import ModelConfig
-from llmcli.families import Family, Weight
+from llmcli.families import Family, Weight, llama
 from llmcli.families.gpt import BLOCK, HEAD
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ FAMILY = Family(
     hf_architecture="GPT2LMHeadModel",
     tied_in_hf=True,
     weights=WEIGHTS,
+    alternatives=llama.HEAD_NAMES,
     ignorable=("transformer.h.{i}.attn.bias", "transformer.h.{i}.attn.masked_bias"),
     norm="layer",
     learned_positions=True,
