@@ -32,7 +32,7 @@ class Picture:
     def __init__(self, width: int, height: int, title: str, told: str) -> None:
         self.parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-            ' font-family="Helvetica, Arial, \'Liberation Sans\', \'DejaVu Sans\', sans-serif" font-size="14" role="img">',
+            ' font-family="Helvetica, Arial, Liberation Sans, DejaVu Sans, sans-serif" font-size="14" role="img">',
             f"<title>{escape(title)}</title><desc>{escape(told)}</desc>",
             '<defs><marker id="tip" markerWidth="9" markerHeight="9" refX="7" refY="4" orient="auto-start-reverse"'
             f' markerUnits="userSpaceOnUse"><path d="M0,0 L8,4 L0,8 z" fill="{INK}"/></marker></defs>',
@@ -134,7 +134,7 @@ def gradients() -> str:
     by_input = np.zeros((V, d))
     np.add.at(by_input, read, error @ E)  # blocks that change nothing
     picture = Picture(860, 400, "Two paths of a gradient into one matrix",
-                      "The input path reaches rows that were read, the output path all rows; tied, they add.")  # fmt: skip
+                      "The input path reaches rows that were read, the output path all rows.")  # fmt: skip
     picture.text(24, 58, "Norm of the gradient of each row of E, for one step with eight tokens and three positions",
                  size=13, fill=FAINT)  # fmt: skip
     columns = (
@@ -155,9 +155,8 @@ def gradients() -> str:
             picture.box(left, 108 + 26 * row, 150 * norm / widest, 17, colour)
             picture.text(left + 150 * norm / widest + 6, 121 + 26 * row, f"{norm:.2f}" if norm else "0", size=12)
         picture.text(left, 338, f"{int((norms > 0).sum())} of {V} rows", size=13, fill=FAINT)
-    picture.text(
-        24, 376, "input path: what arrives where the token was read       output path: (p − y) · h, for every row"
-    )
+    picture.text(24, 376, "input path: what arrives where the token was read", size=13)
+    picture.text(420, 376, "output path: (p \u2212 y) · h, for every row", size=13)
     return picture.svg()
 
 
@@ -189,7 +188,7 @@ def shares() -> str:
             if share >= 0.04:
                 picture.text(left + 300 * share, y + 18, f"{share:.0%}", anchor="middle", size=13, fill=ink)
             left += 600 * share
-    picture.text(24, 106 + 34 * len(names), "Without an output part: tied. Positions and norms are below one in a hundred.",
+    picture.text(24, 106 + 34 * len(names), "No output part: tied. Positions and norms (not drawn) are below 1%.",
                  size=13, fill=FAINT)  # fmt: skip
     assert all(
         sum(n for part, n in c.parts.items() if part in ("positions", "norms")) < c.total / 100 for _, c in counts
