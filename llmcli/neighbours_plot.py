@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +18,28 @@ MOST_DRAWN = 40
 """How many rows a picture shows: more labels than that cover each other."""
 
 
-def draw(answers: Sequence[Answer], rows: Rows, path: Path) -> None:
-    """Save a picture of the queries that are rows and of their neighbours: the cosine of each pair, and a map.
+def draw(answers: Sequence[Answer], made_of: Sequence[Sequence[Token]], rows: Rows, path: Path) -> int:
+    """Save a picture of the rows that each query is made of and of its neighbours: the cosine of each pair, and a map.
 
-    Raises UsageError where there are fewer than two rows, and as `plot.drawing` does.
+    Every query comes before any neighbour, and the nearest of all before the second of any. Returns how many tokens
+    found no room. Raises UsageError where there are fewer than two rows, and as `plot.drawing` does.
     """
-    group = {answer.query.id: place for place, answer in enumerate(answers) if answer.query.id is not None}
-    asked = set(group)
-    labels: dict[int, str] = {}
-    for place, answer in enumerate(answers):
-        members: list[Token | Neighbour] = [answer.query, *answer.neighbours]
-        for row in members:
-            if row.id is not None and len(labels) < MOST_DRAWN:
-                group.setdefault(row.id, place)
-                labels.setdefault(row.id, readable(visible(row.token)))
+    lists = [[(place, row) for row in parts] for place, parts in enumerate(made_of)]
+    asked = {row.id for parts in made_of for row in parts}
+    ranks = zip_longest(*([(place, row) for row in answer.neighbours] for place, answer in enumerate(answers)))
+    ordered = [*chain(*lists), *(one for rank in ranks for one in rank if one is not None)]
+    first: dict[int, tuple[int, Token | Neighbour]] = {}
+    for place, row in ordered:
+        if row.id is not None:
+            first.setdefault(row.id, (place, row))
+    drawn = sorted(list(first.items())[:MOST_DRAWN], key=lambda item: item[1][0])  # each query beside its own
+    group = {id: place for id, (place, _) in drawn}
+    labels = {id: readable(visible(row.token)) for id, (_, row) in drawn}
     if len(labels) < 2:
         raise UsageError("--plot: there are fewer than two tokens to draw", "Ask for more neighbours with -k.")
     ids = list(labels)
     block = rows.vectors(ids)
-    unit = block / np.linalg.norm(block, axis=1, keepdims=True)
+    unit = block / np.maximum(np.linalg.norm(block, axis=1, keepdims=True), 1e-300)  # a sum may hold a row of zeros
     cosine = unit @ unit.T
     places, shares = plane(unit)
     count = len(ids)
@@ -55,20 +59,25 @@ def draw(answers: Sequence[Answer], rows: Rows, path: Path) -> None:
         if count <= 14:
             for (y, x), value in np.ndenumerate(cosine):
                 dark = (value - low) / (1 - low) < 0.6
-                left.text(x, y, f"{value:.2f}", ha="center", va="center", size=7, color="white" if dark else "black")
+                left.text(x, y, f"{value:z.2f}", ha="center", va="center", size=7, color="white" if dark else "black")
         left.set_title("cosine similarity" + (", centred" if rows.mean is not None else ""))
         figure.colorbar(image, ax=left, shrink=0.6)
         markers = "osD^vP*X"
+        last = len(PALETTE) - 1  # the last kind is that of all further queries, where there are any
         for n, id in enumerate(ids):
-            kind = group[id] % len(PALETTE)
+            kind = min(group[id], last)
             right.scatter(
                 *places[n], s=70 if id in asked else 28, color=PALETTE[kind], marker=markers[kind], zorder=3,
-                edgecolor="black" if id in asked else "none",
+                edgecolor="black" if id in asked else "#444444", linewidth=1 if id in asked else 0.4,
             )  # fmt: skip
         if len(answers) > 1:
-            for place, answer in enumerate(answers[: len(PALETTE)]):
-                name = readable(answer.query.token)
-                right.scatter([], [], color=PALETTE[place], marker=markers[place], label=f"near {name}")
+            for kind in range(min(len(answers), last + 1)):
+                more = kind == last and len(answers) > len(PALETTE)
+                name = "any further one" if more else f"{readable(visible(answers[kind].query.token))}"
+                right.scatter(
+                    [], [], color=PALETTE[kind], marker=markers[kind], label=f"near {name}",
+                    edgecolor="#444444", linewidth=0.4,
+                )  # fmt: skip
             right.legend(loc="upper left", bbox_to_anchor=(0, -0.12), ncols=2, fontsize=8)
         right.set_title("map: first two principal axes")
         right.set_xlabel(f"axis 1 ({shares[0]:.0%} of the variance)")
@@ -76,6 +85,7 @@ def draw(answers: Sequence[Answer], rows: Rows, path: Path) -> None:
         right.margins(0.15)
         right.grid(True)
         _label(right, places, [labels[id] for id in ids], [id in asked for id in ids])
+    return len(first) - len(drawn)
 
 
 def plane(points: Floats) -> tuple[Floats, Floats]:
@@ -112,7 +122,8 @@ def _label(axes: Any, places: Floats, labels: Sequence[str], bold: Sequence[bool
             )  # fmt: skip
             box = text.get_window_extent().padded(1.0 * scale)
             clash = sum(box.overlaps(other) for other in taken)
-            clash += sum(box.contains(*other) for other in points if tuple(other) != tuple(point))
+            room = box.padded(4 * scale)  # a mark is wider than its centre
+            clash += sum(room.contains(*other) for other in points if tuple(other) != tuple(point))
             if best is None or clash < best[0]:
                 if best is not None:
                     best[1].remove()

@@ -157,7 +157,14 @@ class Tokenizer:
             change = "Without the" if text.startswith(" ") else "With a"
             hint = f"{change} leading space, {other!r} is one token: {self.token(alternative)!r} (id {alternative})."
         elif len(ids) > 1:
-            hint = "Ask for one of the pieces, in this spelling."
+            try:
+                tried = self.encode(other, special=False)
+            except TokenizerError:
+                tried = []
+            also = (
+                "reads the same" if tried == ids else f"is {len(tried)} tokens" if len(tried) > 1 else "is none either"
+            )
+            hint = f"{other!r} {also}. Ask for one of the pieces, in this spelling."
         else:
             hint = "Ask for a word of this tokenizer's vocabulary."
         if len(ids) == 1:

@@ -19,7 +19,7 @@ import pytest
 import tokenizers
 from matrices import NAME, Values, config, plain, ranking, write
 
-from llmcli import cli, neighbours, neighbours_plot, probe, tensors, tokenizer
+from llmcli import cli, neighbours, neighbours_plot, plot, probe, tensors, tokenizer
 from llmcli.neighbours import Names
 
 STORIES = Path(__file__).parents[2] / "shared" / "models" / "stories260K"
@@ -160,7 +160,7 @@ def test_several_tokens_are_refused_with_their_pieces_and_the_form_with_a_space(
     code, out, err = said(capsys, STORIES, "king")
     assert code == 1 and not out
     assert "not one" in err and "id 409" in err and "'ing' (id 299)" in err
-    assert "--text king --mean" in err
+    assert "' king' reads the same" in err and "--text king --mean" in err
     assert said(capsys, STORIES, "--text", "king", "--mean")[0] == 0
 
 
@@ -456,6 +456,22 @@ def test_export_reads_back_as_the_rows_and_overwrites_nothing(
     assert run(folder, "--export", tmp_path / "few", "--among", _file(tmp_path, "a\nd\n"))["rows"] == 2
 
 
+def test_gensim_reads_what_is_exported(tmp_path: Path, run: Run) -> None:
+    models = pytest.importorskip("gensim.models")
+    names = ["a", "b c", "\t", "\n", "\u2028", "d", "d ", "", "<unk>", "\x85", "\xa0", "日本"]
+    folder = write(tmp_path / "m", {NAME: vectors(len(names), 4)})
+    vocabulary(folder, names)
+    run(folder, "--export", tmp_path / "export")
+    read = models.KeyedVectors.load_word2vec_format(str(tmp_path / "export" / "word2vec.txt"))
+    np.testing.assert_array_equal(read.vectors, vectors(len(names), 4))
+    assert read.index_to_key[0] == "a" and read.index_to_key[-1] == "日本"
+    assert len(set(read.index_to_key)) == len(names)
+    answers = run(folder, "#0", "-k", 5)["neighbours"]
+    for hit, (name, score) in zip(answers, read.most_similar("a", topn=5), strict=True):
+        assert read.key_to_index[name] == hit["id"]
+        assert score == pytest.approx(hit["score"], abs=1e-6)
+
+
 def _file(folder: Path, text: str) -> Path:
     (folder / "list.txt").write_text(text)
     return folder / "list.txt"
@@ -474,6 +490,69 @@ def test_a_picture_of_one_token_is_refused(words: Path, tmp_path: Path, capsys: 
     pytest.importorskip("matplotlib")
     code, _, err = said(capsys, words, "king", "-k", 0, "--plot", tmp_path / "a.png")
     assert code == 2 and "fewer than two" in err and not (tmp_path / "a.png").exists()
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The pictures drawn, instead of files of them."""
+    pytest.importorskip("matplotlib")
+    drawn: list[Any] = []
+    monkeypatch.setattr(plot, "_save", lambda figure, path: drawn.append(figure))
+    return drawn
+
+
+def test_a_picture_holds_all_that_was_asked_and_says_what_it_left_out(
+    words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], figures: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picture = ["--plot", tmp_path / "a.png"]
+    asked = ["king", "queen", "boy", "a"]
+    monkeypatch.setattr(neighbours_plot, "MOST_DRAWN", 6)
+    code, out, err = said(capsys, words, *asked, "-k", 3, "--json", *picture)
+    answers = json.loads(out)
+    shown = [text.get_text() for text in figures[0].axes[0].get_yticklabels()]
+    everything = {
+        neighbours.visible(word) for answer in answers for word in [answer["query"]["token"], *_tokens(answer)]
+    }
+    assert code == 0 and len(shown) == 6 and set(asked) < set(shown) < everything
+    assert set(shown) - set(asked) <= {neighbours.visible(_tokens(answer)[0]) for answer in answers}, (
+        "the nearest come first"
+    )
+    assert f"there is room for 6 tokens, {len(everything) - 6} more are left out" in err
+    assert "left out" not in said(capsys, words, "king", "-k", 5, *picture)[2]
+
+
+def _tokens(answer: Any) -> list[str]:
+    return [hit["token"] for hit in answer["neighbours"]]
+
+
+@pytest.mark.parametrize(
+    ("query", "parts"),
+    [
+        (["--analogy", "king - man + woman"], ["king", "man", "woman"]),
+        (["--text", "she", "--text", "boy", "--mean"], ["she", "boy"]),
+    ],
+)
+def test_a_picture_of_a_sum_shows_what_it_is_made_of(
+    words: Path, tmp_path: Path, run: Run, figures: list[Any], query: list[str], parts: list[str]
+) -> None:
+    found = _tokens(run(words, *query, "-k", 2, "--plot", tmp_path / "a.png"))
+    labels = figures[0].axes[0].get_yticklabels()
+    assert [text.get_text() for text in labels] == [*parts, *map(neighbours.visible, found)]
+    assert [text.get_fontweight() for text in labels] == ["bold"] * len(parts) + ["normal"] * 2
+
+
+def test_more_queries_than_colours_share_the_last_and_the_legend_says_so(
+    words: Path, tmp_path: Path, run: Run, figures: list[Any]
+) -> None:
+    for count, last in ((8, "near b"), (9, "near any further one")):
+        run(
+            words,
+            *("king", "man", "woman", "queen", "boy", "girl", "a", "b", "c")[:count],
+            "--plot",
+            tmp_path / "a.png",
+        )
+        texts = [text.get_text() for text in figures[-1].axes[1].get_legend().get_texts()]
+        assert len(texts) == 8 and texts[0] == "near king" and texts[-1] == last
 
 
 def test_labels_of_a_map_do_not_cover_each_other() -> None:

@@ -418,6 +418,20 @@ def test_several_tokens_are_refused_with_their_pieces_and_the_form_with_a_space(
     assert f"' queen' is one token: 'Ġqueen' (id {kinds['bpe'].id('Ġqueen')})" in refused.value.hint
 
 
+def test_the_form_with_a_space_was_tried_and_what_it_is_is_said(kinds: dict[str, Tokenizer]) -> None:
+    for text, other in (("zzqz", " zzqz"), (" zzqz", "zzqz")):
+        with pytest.raises(TokenizerError) as refused:
+            kinds["bpe"].one_token(text)
+        assert f"{other!r} is {len(kinds['bpe'].encode(other, special=False))} tokens. " in refused.value.hint
+    with pytest.raises(TokenizerError, match="tokens, not one") as refused:
+        kinds["gpt1"].one_token("zzqz")
+    assert kinds["gpt1"].encode(" zzqz") == kinds["gpt1"].encode("zzqz")
+    assert "' zzqz' reads the same. " in refused.value.hint
+    with pytest.raises(TokenizerError, match="tokens, not one") as refused:
+        characters(["abc"]).one_token("ab")  # which has no space at all
+    assert "' ab' is none either. " in refused.value.hint
+
+
 @pytest.mark.parametrize(
     ("kind", "text"), [("bpe", ""), ("gpt1", "  "), ("gpt1", "日"), ("characters", "日"), ("characters", "ki")]
 )

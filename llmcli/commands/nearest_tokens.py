@@ -196,9 +196,12 @@ def run(
     if as_json and results:
         emit_json(results[0] if len(results) == 1 else results)
     if plot:
-        from llmcli.neighbours_plot import draw
+        from llmcli.neighbours_plot import MOST_DRAWN, draw
 
-        draw([answer for answer in answers if isinstance(answer, neighbours.Answer)], rows, plot)
+        made_of = [[neighbours.Token(names.of(id), id) for id in query.ids] for query in queries]
+        drawn = [answer for answer in answers if isinstance(answer, neighbours.Answer)]
+        if dropped := draw(drawn, made_of, rows, plot):
+            note(f"{plot}: there is room for {MOST_DRAWN} tokens, {dropped:,} more are left out")
     if stdin:
         _answer_lines(names, ask, metric, as_json)
 
