@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from llmcli import cli, curves, events, output, run_folder, tensors
 from llmcli.commands import train as command
@@ -436,6 +436,32 @@ def test_print_config_names_a_preset_and_a_checkpoint(tmp_path: Path, capsys: py
     assert shown["recipe"]["data"]["tokenizer"] == str(tmp_path / "start")
     assert run("--print-config", "--json") == 0
     assert json.loads(capsys.readouterr().out)["origins"]["model.embed_dim"] == "preset glasslm"
+
+
+def test_weights_are_tied_as_they_are_and_not_as_their_config_claims(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from hf import make
+
+    start, text = tmp_path / "start", tmp_path / "text.txt"
+    make("llama", start, vocab_size=257, tie_word_embeddings=False)
+    text.write_text("Once upon a time. " * 200)
+    said = json.loads((start / "config.json").read_text())
+    (start / "config.json").write_text(json.dumps(said | {"tie_word_embeddings": True}))
+    asked: list[Any] = ["--data", text, "--init-from", start, "--out", tmp_path / "run"]
+    for setting in ("data.tokenizer=byte", "train.max_steps=1", "train.context=16", "train.batch_size=2"):
+        asked += ["--set", setting]
+    assert run(*asked) == 0
+    assert "both are kept and the model is untied" in capsys.readouterr().err
+    written = load_file(tmp_path / "run" / "last" / "model.safetensors")
+    assert "lm_head.weight" in written
+    assert not json.loads((tmp_path / "run" / "last" / "config.json").read_text())["tie_word_embeddings"]
+
+    tensors_of = load_file(start / "model.safetensors")
+    save_file({n: v for n, v in tensors_of.items() if n != "lm_head.weight"}, start / "model.safetensors")
+    (start / "config.json").write_text(json.dumps(said | {"tie_word_embeddings": False}))
+    assert run(*asked) == 1
+    assert f"llmcli load-hf {start} --tie tie --out DIR" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

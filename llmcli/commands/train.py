@@ -19,13 +19,14 @@ from llmcli import completion, events, output
 from llmcli.commands import OUTPUT
 from llmcli.config import Recipe as RecipeStruct
 from llmcli.errors import LlmcliError, UsageError
-from llmcli.output import emit, quantity, size, sparkline
+from llmcli.output import emit, quantity, size, sparkline, warn
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
 
     from llmcli.config import Layered
     from llmcli.events import Event
+    from llmcli.mapping import Plan
     from llmcli.train import Estimate
 
 GROUP = "Train"
@@ -179,14 +180,30 @@ def put_together(
     base = (stored_recipe(folder) if resume and recipe is None else None) or config.find_recipe(recipe or "glasslm")
     layers = [base]
     if init_from:
-        from llmcli.targets import read_config
-
-        given = msgspec.to_builtins(read_config(init_from))
+        given = msgspec.to_builtins(_plan(init_from).config)
         layers.append((f"--init-from {init_from}", {"model": given, "data": {"tokenizer": str(init_from)}}))
     for name, (section, key, value) in options.items():
         if value is not None:
             layers.append((name, {section: {key: value}}))
     return config.layered(*layers, ("--set", config.with_settings({}, settings)))
+
+
+def _plan(init_from: Path) -> Plan:
+    """How a checkpoint's weights are found, its output tied or not as they are and not as its config.json claims."""
+    from llmcli import checkpoint
+    from llmcli.errors import CheckpointError
+
+    try:
+        plan = checkpoint.plan(init_from)
+    except CheckpointError as error:
+        if "--tie tie" not in error.hint:
+            raise
+        written = f"(For training, write it so first: llmcli load-hf {init_from} --tie tie --out DIR.)"
+        raise CheckpointError(error.message, f"{error.hint} {written}") from None
+    if leads():
+        for warning in plan.warnings:
+            warn(warning)
+    return plan
 
 
 def stored_recipe(folder: Path) -> tuple[str, dict[str, Any]] | None:
