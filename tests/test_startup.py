@@ -106,14 +106,19 @@ TORCH_FREE = {
     "inspect": ["inspect", "CHECKPOINT"],
     "inspect whole": ["inspect", "CHECKPOINT", "--full", "--json"],
     "inspect two": ["inspect", "CHECKPOINT", "CHECKPOINT"],
+    "count costs": ["count-params", "gemma-2b", "--cost"],
+    "count single file": ["count-params", "CHECKPOINT/model.safetensors", "--by", "tensor"],
     "nearest": ["nearest-tokens", "CHECKPOINT", "#65"],
+    "nearest, both matrices, centred": ["nearest-tokens", "CHECKPOINT", "#65", "--matrix", "both", "--center"],
+    "analogy": ["nearest-tokens", "CHECKPOINT", "--analogy", "a - b + c"],
+    "embedding report": ["embedding-report", "CHECKPOINT"],
     "check": ["load-hf", "CHECKPOINT", "--check"],
 }
 
 
 @pytest.mark.parametrize("name", TORCH_FREE)
 def test_it_imports_neither_torch_nor_the_hub_and_opens_no_socket(name: str, checkpoint: Path) -> None:
-    shown, loaded, _ = run(*(str(checkpoint) if word == "CHECKPOINT" else word for word in TORCH_FREE[name]))
+    shown, loaded, _ = run(*(word.replace("CHECKPOINT", str(checkpoint)) for word in TORCH_FREE[name]))
     assert shown
     assert loaded.isdisjoint(HEAVY)
 
