@@ -272,7 +272,7 @@ def mismatches(matched: Match) -> list[str]:
     if left_over := matched.left_over:
         problems.append(f"left over ({len(left_over)}): {tensors.listing(grouped(left_over))}")
     if misshapen := matched.misshapen:
-        problems.append(f"misshapen ({len(misshapen)}): {'; '.join(grouped(misshapen)[:50])}")
+        problems.append(f"misshapen ({len(misshapen)}): {tensors.listing(grouped(misshapen), between='; ')}")
     if not_floats := matched.not_floats:
         problems.append(
             f"not of a floating-point type, so perhaps quantised ({len(not_floats)}): "

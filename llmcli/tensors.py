@@ -544,11 +544,11 @@ def _check_index(index: Path, infos: dict[str, TensorInfo]) -> list[str]:
     return notes
 
 
-def listing(names: Iterable[str], most: int = 50) -> str:
+def listing(names: Iterable[str], most: int = 50, between: str = ", ") -> str:
     """Names in a row for a message; of very many the first, and how many more."""
     names = list(names)
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
-    return ", ".join(clip(name) for name in names[:most]) + more
+    return between.join(clip(name) for name in names[:most]) + more
 
 
 def clip(text: str, most: int = 200) -> str:

@@ -95,7 +95,7 @@ def decide(evidence: Evidence, request: Request = "auto", keep: Side | None = No
     if e.equal:
         if means:
             return _tie("embedding and output matrix are equal in the file", said, tied=True)
-        hint = "; equal, could be tied with --tie tie" if e.flag is False else ""
+        hint = " and could be tied (--tie tie)" if e.flag is False else ""
         return _tie(f"embedding and output matrix are equal in the file{hint}", said, tied=False)
     if e.flag:
         warning = (
@@ -118,7 +118,8 @@ def _tied(e: Evidence, said: str, keep: Side | None) -> Tie:
             f"--tie tie: embedding and output matrix differ ({_difference(e)}), one would be lost",
             "Say which one stays: --keep input or --keep output.",
         )
-    return _tie("asked for with --tie tie", said, tied=True, source=keep or "input")
+    asked = "asked for with --tie tie" + (f" --keep {keep}" if keep else "")
+    return _tie(asked, said, tied=True, source=keep or "input")
 
 
 def _untied(e: Evidence, said: str) -> Tie:

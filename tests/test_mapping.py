@@ -248,6 +248,19 @@ def test_everything_that_does_not_fit_is_said_at_once(cases: dict[str, Case], tm
     assert "config.json belongs to another model" in error.hint
 
 
+def test_of_very_many_the_rest_is_counted() -> None:
+    names = tuple("x" * n for n in range(1, 61))
+    nothing: tuple[str, ...] = ()
+    matched = mapping.Match(
+        found={}, sources={}, missing=names, left_over=names, misshapen=names,
+        other_parts=nothing, not_floats=names, ignored=nothing,
+    )  # fmt: skip
+    said = mapping.mismatches(matched)
+    assert len(said) == 4
+    for line in said:
+        assert "(60): x" in line and "x" * 50 in line and "x" * 51 not in line and line.endswith(" and 10 more")
+
+
 @pytest.mark.parametrize(("field", "says"), [("more", "missing"), ("fewer", "left over")])
 def test_another_number_of_layers_than_the_files_is_refused(case: Case, tmp_path: Path, field: str, says: str) -> None:
     key = "n_layer" if "n_layer" in case.config else "num_hidden_layers"
