@@ -88,10 +88,13 @@ def find_matrix(path: Path, side: Side = "input") -> Matrix:
     if found is None:
         kind = "embedding" if side == "input" else "output"
         why = " (its config says that the output is not tied to the embedding)" if other is not None else ""
-        raise CheckpointError(
-            f"{path}: no {kind} matrix among its {len(checkpoint.infos)} tensors{why}",
-            f"It holds {tensors.listing(checkpoint.infos, 8)}.",
-        )
+        hint = f"It holds {tensors.listing(checkpoint.infos, 8)}."
+        if other is not None:
+            hint = (
+                f"Look at --matrix {'output' if side == 'input' else 'input'}. If '{other.name}' is meant to serve as "
+                f"both, write that down: llmcli load-hf {path} --tie tie --out DIR."
+            )
+        raise CheckpointError(f"{path}: no {kind} matrix among its {len(checkpoint.infos)} tensors{why}", hint)
     if len(found.shape) != 2 or found.dtype not in ("F64", "F32", "F16", "BF16"):
         shape = " x ".join(map(str, found.shape))
         raise CheckpointError(

@@ -475,8 +475,13 @@ def test_an_untied_checkpoint_without_an_output_is_refused_for_the_output_only(t
     write(tmp_path, {NAME: random(9, 4)})
     config(tmp_path, 9, 4, tie_word_embeddings=False)
     assert not probe.find_matrix(tmp_path).tied
-    with pytest.raises(CheckpointError, match=r"no output matrix.*not tied"):
+    with pytest.raises(CheckpointError, match=r"no output matrix.*not tied") as refused:
         probe.find_matrix(tmp_path, "output")
+    assert "--matrix input" in refused.value.hint and f"load-hf {tmp_path} --tie tie" in refused.value.hint
+    write(tmp_path, {"lm_head.weight": random(9, 4)})
+    with pytest.raises(CheckpointError, match=r"no embedding matrix.*not tied") as refused:
+        probe.find_matrix(tmp_path)
+    assert "--matrix output" in refused.value.hint and "'lm_head.weight'" in refused.value.hint
 
 
 def test_what_is_no_matrix_of_numbers_is_refused(tmp_path: Path) -> None:
