@@ -451,7 +451,7 @@ def test_a_check_of_equal_matrices_reads_them_without_keeping_them(tmp_path: Pat
         f"{PEAK}"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "equal, could be tied" in json.loads(run.stdout)["tie"]["reason"]
+    assert "could be tied (--tie tie)" in json.loads(run.stdout)["tie"]["reason"]
     assert int(run.stderr) < 70_000
 
 

@@ -184,9 +184,9 @@ def _files(found: Inspection) -> str:
 def tie_line(tie: TieStatus) -> str:
     """Tied or not, why, and how the two matrices compare."""
     text = {"tie": "tied: ", "untie": "untied: ", None: ""}[tie.decision] + tie.reason
-    if tie.equal is None:
-        return text
     where = f" in the {tie.rows_compared:,} of {tie.rows:,} rows compared" if tie.rows_compared < tie.rows else ""
+    if tie.equal is None or (tie.equal and not where):  # the reason says that they are
+        return text
     how = "equal" if tie.equal else f"max difference {tie.max_difference:.3g}"
     return f"{text} ({how}{where}{'; --full compares all' if where else ''})"
 
