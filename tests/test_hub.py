@@ -460,6 +460,21 @@ def test_commands_take_a_repository_and_say_nothing_but_their_result(hub: Hub, c
     assert client.llmcli("inspect", "org/tiny", "--offline").returncode == 0
 
 
+def test_load_hf_takes_a_repository_at_a_revision_and_offline(hub: Hub, client: Client) -> None:
+    commit = hub.add("org/tiny", SINGLE)
+    offline = client.llmcli("load-hf", "org/tiny", "--offline")
+    assert offline.returncode == 1 and offline.stdout == "" and "--offline" in offline.stderr
+    checked = json.loads(client.llmcli("load-hf", "org/tiny", "--check", "--json").stdout)
+    assert checked["parameters"] == PARAMETERS
+    assert not any(path.suffix == ".safetensors" for path in client.home.rglob("*")), "headers were enough"
+    loaded = client.llmcli("load-hf", "org/tiny", "--revision", commit, "--out", client.home / "clean", "--json")
+    assert (loaded.returncode, loaded.stderr) == (0, "")
+    assert json.loads(loaded.stdout) == checked | {"out": str(client.home / "clean")}
+    asked = len(hub.paths())
+    again = client.llmcli("load-hf", "org/tiny", "--revision", commit, "--offline", "--json")
+    assert json.loads(again.stdout) == checked and len(hub.paths()) == asked, "the cache serves without the network"
+
+
 def test_progress_is_shown_on_a_terminal(hub: Hub, client: Client) -> None:
     hub.add("org/big", BIG)
     ours, theirs = pty.openpty()

@@ -136,7 +136,8 @@ def test_the_view_says_each_thing_on_a_line(folders: dict[tuple[str, bool], Path
     (folder / "config.json").write_text(json.dumps(table))
     save_file(values, folder / "model.safetensors")
     code, out, err = load(folder, "--out", tmp_path / "out")
-    assert (code, err) == (0, "")
+    assert code == 0 and err.splitlines() == [line for line in err.splitlines() if line.startswith("warning: ")]
+    assert "config says tied, but" in err  # a report that goes elsewhere leaves no warning unseen
     lines = {line.split("  ")[0]: line.split("  ", 1)[1].strip() for line in out.splitlines()}
     assert list(lines) == ["family", "parameters", "output", "ignored", "warning", "written to"]
     assert lines["parameters"] == "5,968 (5.968 k)"
@@ -160,6 +161,15 @@ def test_warnings_go_to_stderr_beside_json_and_wherever_a_checkpoint_is_opened(
     assert plan.tie.decision == "untie" and model.output_projection is not None
     tied, _ = commands.open_model(str(folder), tie="tie", keep="output", dtype="bfloat16")
     assert tied.output_projection is None and tied.token_embeddings.weight.dtype == torch.bfloat16
+
+
+def test_a_warning_is_said_once_where_both_streams_end_in_one_place(straight: bent.Straight, tmp_path: Path) -> None:
+    bend = next(bend for bend in bent.BENDS if bend.name == "tied by the config, a trained head")
+    arguments = [sys.executable, "-m", "llmcli", "load-hf", str(straight.bent(bend, tmp_path / "x")), "--check"]
+    one = subprocess.run(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True, timeout=60)
+    assert one.stdout.count("config says tied, but") == 1
+    two = subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=60)
+    assert two.stderr.count("config says tied, but") == two.stdout.count("config says tied, but") == 1
 
 
 # Options

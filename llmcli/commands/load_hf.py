@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -104,7 +106,7 @@ def run(
 
             verification = compare(path, out, tie=tie, keep=keep)
     report = summary(plan, warnings, out, verification)
-    if as_json:
+    if as_json or _apart():  # the report goes elsewhere: what matters is said here
         for warning in report.warnings:
             warn(warning)
     emit(report, lambda result: view(result, plan.notes), as_json)
@@ -115,6 +117,14 @@ def run(
             f"llmcli's logits and transformers' differ by {verification.max_difference:.3g}",
             "One of the two reads the checkpoint wrongly; what transformers said of it is above.",
         )
+
+
+def _apart() -> bool:
+    """Whether stdout and stderr end in two places."""
+    try:
+        return not os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
+    except (OSError, ValueError, AttributeError):  # closed, or no files at all
+        return True
 
 
 def _refuse_combinations(
