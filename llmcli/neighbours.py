@@ -106,8 +106,23 @@ class Names:
 
     @cached_property
     def known(self) -> bool:
-        """Whether there is a tokenizer beside the weights."""
-        return any((self._folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model"))
+        """Whether there is a tokenizer beside the weights, one that can be read here."""
+        files = ("tokenizer.json", "vocab.json", "tokenizer.model")
+        return self.unread is None and any((self._folder / name).is_file() for name in files)
+
+    @cached_property
+    def unread(self) -> TokenizerError | None:
+        """What is missing to read the tokenizer beside the weights, if an extra is: rows then go by number."""
+        other = any((self._folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))
+        if other or not (self._folder / "tokenizer.model").is_file():
+            return None
+        try:
+            self.tokenizer  # noqa: B018
+        except TokenizerError as error:
+            if "llmcli[" not in error.hint:  # it is damaged, which is another matter
+                raise
+            return error
+        return None
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -140,7 +155,9 @@ class Names:
         elif re.fullmatch(r"#[+-]?\d+", text, re.ASCII) and not (self.known and self._spellings.id(text) is not None):
             raise TokenizerError(f"{text}: there is no such row", f"Rows are numbered #0 to #{self.rows - 1}.")
         elif not self.known:
-            raise TokenizerError(f"{text!r}: there is no tokenizer beside the weights", "Name rows as #id.")
+            raise self.unread or TokenizerError(
+                f"{text!r}: there is no tokenizer beside the weights", "Name rows as #id."
+            )
         else:
             spelled = self._spellings.id(text)
             id = self.tokenizer.one_token(text) if spelled is None else spelled
@@ -191,7 +208,9 @@ def token_queries(names: Names, words: Iterable[str]) -> list[Query]:
 def text_queries(names: Names, text: str) -> list[Query]:
     """One query for each token of a text."""
     if not names.known:
-        raise TokenizerError("a text needs a tokenizer, and there is none beside the weights", "Name rows as #id.")
+        raise names.unread or TokenizerError(
+            "a text needs a tokenizer, and there is none beside the weights", "Name rows as #id."
+        )
     ids = names.tokenizer.encode(text, special=False)
     if not ids:
         raise UsageError(f"--text {text!r} has no tokens", "Give some text.")

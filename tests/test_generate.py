@@ -523,6 +523,12 @@ def test_a_checkpoint_without_a_tokenizer_speaks_in_ids(folder: Path, capsys: py
     found = answer(capsys, folder, "--ids", "5", "-n", "3", "--temperature", "0")
     assert found["text"] == "".join(f"{id} " for id in found["ids"])  # type: ignore[attr-defined]
     assert cli.run(["generate", str(folder), "text"]) == 1
+    capsys.readouterr()
+    (folder / "tokenizer.model").write_bytes(b"damaged")
+    assert cli.run(["generate", str(folder), "--ids", "5", "-n", "3"]) == 0
+    assert f"note: {folder / 'tokenizer.model'}: " in capsys.readouterr().err, (
+        "there is one: why it is not used is said"
+    )
 
 
 def test_the_table_shows_each_token_and_its_rivals(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

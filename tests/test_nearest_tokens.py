@@ -196,6 +196,22 @@ def test_padding_rows_are_left_out_and_said_and_kept_on_request(tmp_path: Path, 
     assert run(folder, "#17", "-k", 1)["query"] == {"token": "<row 17>", "id": 17}
 
 
+@pytest.mark.parametrize("command", [["nearest-tokens", "#3", "-k", "2"], ["embedding-report"]])
+def test_rows_go_by_number_where_the_extra_that_reads_their_names_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    for name in ("sentencepiece", "sentencepiece.sentencepiece_model_pb2"):
+        monkeypatch.setitem(sys.modules, name, None)
+    folder = write(tmp_path / "m", {NAME: vectors(9)})
+    (folder / "tokenizer.model").write_bytes(b"")
+    assert cli.run([command[0], str(folder), *command[1:]]) == 0
+    err = capsys.readouterr().err
+    assert "tokenizer.model: a SentencePiece model" in err and "rows go by number. Install the extra" in err
+    for asked in (["king"], ["--text", "king"], ["--analogy", "king - man + woman"]):
+        code, _, err = said(capsys, folder, *asked)
+        assert code == 1 and 'pip install "llmcli[sentencepiece]"' in err
+
+
 def test_a_row_in_a_gap_of_the_vocabulary_is_named_by_its_number(tmp_path: Path, run: Run) -> None:
     folder = write(tmp_path / "gap", {NAME: vectors(64)})
     vocabulary(folder, [f"t{n}" for n in range(62)], last=63, **{"<unk>": 0})

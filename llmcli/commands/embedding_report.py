@@ -63,6 +63,8 @@ def run(
     for text in found.notes:
         note(text)
     names = neighbours.Names(path, found.rows)
+    if names.unread:
+        note(f"{names.unread.message}: rows go by number. {names.unread.hint}")
     with progress("reading", total=1) as advance:
         result, norms = embeddings.report(found, names, advance)
     emit(result, lambda shown: view(shown, names.of), as_json)

@@ -240,10 +240,10 @@ def _tokenizer(path: Path, needed: bool) -> Tokenizer | None:
 
     try:
         return tokenizer.load(path)
-    except TokenizerError:
+    except TokenizerError as error:
         if needed:
             raise
-        output.note("the checkpoint has no tokenizer: the text is the ids")
+        output.note(f"{error.message}: the text is the ids")
         return None
 
 

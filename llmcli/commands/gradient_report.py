@@ -47,7 +47,7 @@ def run(
     model, _ = open_model(str(path), tie, keep, "float32", device=device)
     names = Names(path, model.config.vocab_size)
     if not names.known:
-        raise UsageError(f"{path}: there is no tokenizer beside the weights", "A text needs one.")
+        raise names.unread or UsageError(f"{path}: there is no tokenizer beside the weights", "A text needs one.")
     ids = names.tokenizer.encode(text)
     names.check(ids)
     spellings = [names.of(id) for id in range(model.config.vocab_size)]

@@ -160,6 +160,8 @@ def run(
         note("the output is tied to the embedding: both are the same matrix")
     names = neighbours.Names(path, min(found.rows for found in matrices))
     queries = _queries(names, matrices[0].width, tokens or [], text or [], vector, analogy or [], mean)
+    if names.unread:
+        note(f"{names.unread.message}: rows go by number. {names.unread.hint}")
     if not (queries or analogies or export or stdin):
         raise UsageError("there is nothing to ask for", "Give a token: llmcli nearest-tokens CHECKPOINT ' she'")
 
