@@ -432,8 +432,13 @@ def score_analogies(
     """Answer a file of analogies, `a b c d` a line under `: section` lines: is d the row nearest to b - a + c?
 
     The three words asked with are no answer, as usual (Mikolov et al., 2013, arXiv:1301.3781). Of a word the token
-    with a space before it is meant where there is one. Raises UsageError for a line that has not four words.
+    with a space before it is meant where there is one. Raises UsageError for a line that has not four words and for a
+    file without questions, TokenizerError where words cannot be looked up.
     """
+    if not names.known:
+        raise names.unread or TokenizerError(
+            "--analogies needs a tokenizer, and there is none beside the weights", "Ask with --analogy '#1 - #2 + #3'."
+        )
     questions: list[tuple[int, tuple[int, ...]]] = []
     titles: list[str] = []
     skipped: list[int] = []
@@ -456,6 +461,8 @@ def score_analogies(
                 questions.append((len(titles) - 1, found))
             else:
                 skipped[-1] += 1
+    if not questions and not any(skipped):
+        raise UsageError(f"{path}: holds no questions", "Write lines of four words: a b c d")
     asked, correct = [0] * len(titles), [0] * len(titles)
     bad = set(rows.unusable().tolist())
     for start in range(0, len(questions), 64):

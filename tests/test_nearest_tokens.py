@@ -398,6 +398,12 @@ def test_a_file_of_analogies_is_scored_by_section(
     assert code == 2 and "line 1" in err
     file.write_text("man king aunt queen\n")
     assert run(folder, "--analogies", file)["total"]["accuracy"] is None
+    file.write_text(": nothing\n\n")
+    code, _, err = said(capsys, folder, "--analogies", file)
+    assert code == 2 and "holds no questions" in err
+    (folder / "tokenizer.json").unlink()
+    code, _, err = said(capsys, folder, "--analogies", file)
+    assert code == 1 and "needs a tokenizer" in err
 
 
 def test_lines_of_standard_input_are_answered_one_by_one(

@@ -99,8 +99,8 @@ def view(result: EmbeddingReport, name: Callable[[int], str]) -> RenderableType:
     row("times the root of d", f"{scale.root:.4g}: norm {scale.norm_scaled:.4g}, RMS {scale.rms_scaled:.4g}; {by}")
     row(
         "cosine of random pairs",
-        f"{turn.mean_cosine:.3f} ± {turn.std_cosine:.3f}; "
-        f"centred {turn.mean_cosine_centered:.3f} ± {turn.std_cosine_centered:.3f}",
+        f"{turn.mean_cosine:z.3f} ± {turn.std_cosine:.3f}; "
+        f"centred {turn.mean_cosine_centered:z.3f} ± {turn.std_cosine_centered:.3f}",
     )
     row("length of the mean row", f"{turn.mean_norm:.2f} of a row's")
     sample = "" if rank.rows >= result.rows - len(result.without_token) - 1 else f" (of {rank.rows:,} rows)"
@@ -168,7 +168,7 @@ def draw(result: EmbeddingReport, norms: Floats, matrix: Matrix, names: Names, p
             cosines = Rows(matrix, names.count, center).pairs()
             right.hist(
                 cosines, 80, histtype="step", color=PALETTE[n], linestyle=style, linewidth=1.6, density=True,
-                label=f"{label}: {cosines.mean():.3f} ± {cosines.std():.3f}",
+                label=f"{label}: {cosines.mean():z.3f} ± {cosines.std():.3f}",
             )  # fmt: skip
         right.set_title("cosine of random pairs")
         right.set_xlabel("cosine")

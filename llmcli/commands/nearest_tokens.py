@@ -304,7 +304,7 @@ def view(answers: Sequence[Answer] | Sequence[Comparison], metric: str) -> Rende
 
 def _said(baseline: Spread | dict[Any, Spread], metric: str) -> str:
     spreads = baseline if isinstance(baseline, dict) else {"": baseline}
-    said = [f"{side} {s.mean:.3f} ± {s.std:.3f}".strip() for side, s in spreads.items()]
+    said = [f"{side} {s.mean:z.3f} ± {s.std:.3f}".strip() for side, s in spreads.items()]
     return f"random pairs of rows, {metric}: {', '.join(said)} (mean and standard deviation)"
 
 
