@@ -80,6 +80,7 @@ def read_hf_config(checkpoint: Path) -> HfConfig:
     folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
     path = tensors.inside(folder, "config.json")
     if path is None:
+        _refuse_run(folder)
         raise CheckpointError(
             f"{folder}: no config.json", "A checkpoint is a folder with config.json and model.safetensors."
         )
@@ -124,6 +125,7 @@ def named(target: str | Path) -> str:
 def _existing(target: str | Path) -> Path:
     path = Path(target)
     if os.path.exists(path):
+        _refuse_run(path)
         return path
     text = str(target)
     near = difflib.get_close_matches(path.name, _names(path.parent), n=1)
@@ -138,6 +140,15 @@ def _existing(target: str | Path) -> Path:
         f"{text}: no such file or folder",
         hint.strip() or "Give a folder that holds config.json and model.safetensors.",
     )
+
+
+def _refuse_run(folder: Path) -> None:
+    """Raise UsageError for the folder of a training run, which holds checkpoints and is none."""
+    inside = [folder / name for name in ("best", "last") if os.path.isfile(folder / name / "config.json")]
+    if inside and not os.path.exists(folder / "config.json"):
+        raise UsageError(
+            f"{folder}: the folder of a training run, not a checkpoint", f"Give {' or '.join(map(str, inside))}."
+        )
 
 
 def _names(folder: Path) -> list[str]:

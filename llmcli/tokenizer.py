@@ -384,7 +384,10 @@ def load(path: str | Path) -> Tokenizer:
     name = next((name for name in names if (folder / name).is_file()), None)
     if name is None:
         looked = "tokenizer.json, vocab.json with merges.txt, or tokenizer.model"
-        raise TokenizerError(f"{path}: no tokenizer there (looked for {looked})", "Give the folder that holds one.")
+        raise TokenizerError(
+            f"{path}: no tokenizer there (looked for {looked})",
+            "Give the folder that holds one. generate and trace take --ids 1,2,3 in place of text.",
+        )
     config = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
     if name in ("vocab.json", "merges.txt"):
         backend, defaults = _read_vocab_and_merges(folder)

@@ -622,3 +622,15 @@ def test_in_conversation_control_c_stops_the_answer_and_not_the_program(terminal
 
 def test_every_refusal_is_one_of_ours() -> None:
     assert issubclass(NonFiniteLogits, LlmcliError)
+
+
+def test_nobody_who_does_not_ask_gets_more_than_the_model_was_trained_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint.save(wild(), tmp_path / "made")  # rotary positions, trained for 64
+    assert cli.run(["generate", str(tmp_path / "made"), "--ids", "1,2,3", "--seed", "1", "--json"]) == 0
+    said = capsys.readouterr()
+    assert len(json.loads(said.out)["ids"]) == 61 and "fray" not in said.err
+    assert cli.run(["generate", str(tmp_path / "made"), "--ids", "1,2,3", "--seed", "1", "--json", "-n", "70"]) == 0
+    said = capsys.readouterr()
+    assert len(json.loads(said.out)["ids"]) == 70 and "expect the text to fray" in said.err

@@ -8,11 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hf
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcli import errors, hub, targets
+from llmcli import cli, errors, hub, targets
 from llmcli.hub import RepoId
 
 CONFIG = {"model_type": "llama", "vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -216,3 +217,15 @@ except Exception as error:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stderr == "" and done.stdout == "blocked\n"
+
+
+@pytest.mark.parametrize("command", ["count-params", "inspect", "generate", "evaluate", "nearest-tokens"])
+def test_the_folder_of_a_run_is_no_checkpoint_and_its_checkpoints_are_named(
+    tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    hf.make("llama", run / "best")
+    (run / "metrics.jsonl").touch()
+    more = {"generate": ["hello"], "evaluate": [str(run / "metrics.jsonl")], "nearest-tokens": ["#1"]}
+    assert cli.run([command, str(run), *more.get(command, [])]) == 2
+    assert f"the folder of a training run, not a checkpoint\n  hint: Give {run / 'best'}" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
 from llmcli import output
@@ -36,13 +37,23 @@ if TYPE_CHECKING:
 
 GROUP = "Ask a model"
 
+MOST = 256
+"""New tokens where nobody says how many."""
+
 Prompt = Annotated[
     str | None,
     typer.Argument(metavar="PROMPT", help="The text to go on from; '-' or a pipe: stdin; empty: a new text."),
 ]
 PromptFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Read the prompt from a file.")]
 MaxNewTokens = Annotated[
-    int, typer.Option("--max-new-tokens", "-n", metavar="N", min=0, help="Stop after so many tokens.")
+    int | None,
+    typer.Option(
+        "--max-new-tokens",
+        "-n",
+        metavar="N",
+        min=0,
+        help="Stop after so many tokens; default: 256, or what is left of the model's context.",
+    ),
 ]
 Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End before this text. May be repeated.")]
 NumSamples = Annotated[int, typer.Option(metavar="N", min=1, max=10_000, help="Give so many answers, as one batch.")]
@@ -77,7 +88,7 @@ def run(
     prompt: Prompt = None,
     prompt_file: PromptFile = None,
     ids: Ids = None,
-    max_new_tokens: MaxNewTokens = 256,
+    max_new_tokens: MaxNewTokens = None,
     stop: Stop = None,
     num_samples: NumSamples = 1,
     temperature: Temperature = 0.8,
@@ -109,7 +120,7 @@ def run(
     path = targets.find_checkpoint(checkpoint, revision=revision, offline=offline)
     tokenizer = _tokenizer(path, needed=not isinstance(given, list))
     sampling = _sampling(
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=MOST if max_new_tokens is None else max_new_tokens,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
@@ -129,6 +140,9 @@ def run(
         _talk(model, tokenizer, sampling, stop or [])
         return
     prompt_ids = given if isinstance(given, list) else _encode(tokenizer, given or "")
+    if max_new_tokens is None:  # nobody asked for more than the model was trained for
+        left = model.config.max_position_embeddings - len(prompt_ids)
+        sampling = msgspec.structs.replace(sampling, max_new_tokens=min(MOST, left) if left > 0 else MOST)
     _answer(model, tokenizer, prompt_ids, sampling, stop or [], num_samples, cache, as_json)
 
 
