@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import msgspec
 
@@ -61,12 +61,16 @@ def write(text: str) -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         silence()
-        raise SystemExit(0) from None
+        raise NobodyReads(0) from None
 
 
-def silence() -> None:
-    """Let what is still buffered go nowhere, so that the interpreter does not complain at its end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+class NobodyReads(SystemExit):
+    """Whoever read stdout has seen enough. For most commands that is the end; a run is saved first."""
+
+
+def silence(stream: TextIO | None = None) -> None:
+    """Let what is still buffered for stdout (or stderr) go nowhere, so that the interpreter does not complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), (stream or sys.stdout).fileno())
 
 
 def paint(text: str, style: str = "") -> None:

@@ -44,7 +44,7 @@ from llmcli.run_folder import (
 )
 from llmcli.tokenizer import Tokenizer
 
-REASONS = ("no improvement", "time limit", "finished", "SIGHUP", "SIGINT", "SIGTERM")
+REASONS = ("no improvement", "time limit", "finished", "SIGPIPE", "SIGHUP", "SIGINT", "SIGTERM")
 """Why a run ends; where processes disagree, what stands later holds."""
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import random
 import resource
+import select
 import shutil
 import signal
 import subprocess
@@ -158,6 +160,48 @@ def test_a_second_signal_leaves_at_once(recipe: Path, tmp_path: Path, monkeypatc
     assert time.monotonic() - began < 10
     assert run_folder.read_state(tmp_path / "run" / "last").step == 4  # of before: nothing was saved in haste
     process.stderr.close()
+
+
+@pytest.mark.parametrize("deaf", ["stdout", "both"])
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_where_nobody_reads_on_the_run_is_saved(recipe: Path, tmp_path: Path, deaf: str, form: list[str]) -> None:
+    endless = ["--set", "train.max_steps=100000", "--set", "train.eval_every=100000"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "llmcli", "train", str(recipe), "--out", str(tmp_path / "run"), *form, *endless],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE if deaf == "stdout" else subprocess.STDOUT,
+        encoding="utf-8",
+    )
+    assert process.stdout
+    while "step 3 " not in (line := process.stdout.readline()) and '"step":3' not in line:
+        assert line
+    process.stdout.close()
+    assert process.wait(timeout=60) == 141
+    told = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert told[-1]["event"] == "done" and told[-1]["reason"] == "SIGPIPE"
+    assert run_folder.read_state(tmp_path / "run" / "last").step == told[-1]["step"] >= 3
+    if process.stderr:
+        assert process.stderr.read() == "note: nobody reads the output any more: this step is finished and saved\n"
+        process.stderr.close()
+
+
+def test_a_closed_terminal_finishes_the_step_and_saves(recipe: Path, tmp_path: Path) -> None:
+    pid, terminal = pty.fork()
+    if not pid:
+        steps = ["--set", "train.max_steps=100000", "--set", "train.eval_every=100000"]
+        command = [sys.executable, "-m", "llmcli", "train", str(recipe), "--out", str(tmp_path / "run"), *steps]
+        os.execv(sys.executable, command)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    end = time.monotonic() + 60
+    while not (metrics.exists() and '"step":9' in metrics.read_text()):
+        assert time.monotonic() < end
+        if select.select([terminal], [], [], 0.05)[0]:
+            os.read(terminal, 65536)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 129
+    told = json.loads(metrics.read_text().splitlines()[-1])
+    assert told["event"] == "done" and told["reason"] in ("SIGHUP", "SIGPIPE")
+    assert run_folder.read_state(tmp_path / "run" / "last").step == told["step"] >= 9
 
 
 def test_a_signal_that_was_ignored_stays_ignored() -> None:

@@ -98,7 +98,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one event a line, as
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Make a few steps, estimate time and memory, write nothing.")]
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="Show every value and where it comes from; stop.")]
 
-EXIT_CODES = {"SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143}
+EXIT_CODES = {"SIGHUP": 129, "SIGINT": 130, "SIGPIPE": 141, "SIGTERM": 143}
+SAVED_FIRST = "this step is finished and saved"
 NOT_GIVEN = "default"
 
 
@@ -154,11 +155,45 @@ def run(
         return 0
     followers = list(followers_of(folder, plot, csv, tensorboard))
     with interruptible() as interrupted, shown(as_json) as show:
-        for event in train.train(made.recipe, folder, resume=resume, init_from=source, stop=interrupted):
-            show(event)
+        audience = Audience(show)
+
+        def stop() -> str | None:
+            return interrupted() or audience.left
+
+        for event in train.train(made.recipe, folder, resume=resume, init_from=source, stop=stop):
+            audience(event)
             for follow in followers:
                 follow(event)
-    return EXIT_CODES.get(interrupted() or "", 0)
+    return EXIT_CODES.get(stop() or "", 0)
+
+
+class Audience:
+    """Shows events for as long as somebody reads them. `left` is why nobody does: a reason to save and end the run."""
+
+    def __init__(self, show: Callable[[Event], None]) -> None:
+        self.show = show
+        self.left: str | None = None
+
+    def __call__(self, event: Event) -> None:
+        """Show one event, unless nobody reads any more (`| head`, a closed terminal)."""
+        if self.left:
+            return
+        try:
+            self.show(event)
+        except (OSError, output.NobodyReads):
+            self.left = "SIGPIPE"
+            output.silence()
+            say(f"nobody reads the output any more: {SAVED_FIRST}")
+
+
+def say(text: str) -> None:
+    """A note on stderr, if it can be written: the terminal may be gone, or what was interrupted be writing there."""
+    try:
+        output.note(text)
+    except RuntimeError:
+        pass
+    except (OSError, SystemExit):  # rich ends the program where a pipe is broken
+        output.silence(sys.stderr)
 
 
 def leads() -> bool:
@@ -237,8 +272,7 @@ def interruptible() -> Iterator[Callable[[], str | None]]:
         if not asked:
             raise SystemExit(EXIT_CODES[name])
         names.append(name)
-        with suppress(RuntimeError):  # what was interrupted may have been writing there itself
-            output.note(f"{name}: this step is finished and saved; a second one leaves at once")
+        say(f"{name}: {SAVED_FIRST}; a second one leaves at once")
 
     def name() -> str | None:
         nonlocal asked
