@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -176,17 +176,21 @@ def _answer(
                 advance(1)
     if as_json:
         output.emit_json(answers[0] if num_samples == 1 else answers)
-        return
-    for number, answer in enumerate(answers, 1):
-        if not streamed:
-            output.paint(f"--- sample {number} of {num_samples} ({answer.finish_reason}) ---\n", "dim")
-            output.paint(f"{answer.text}\n")
-        if sampling.logprobs is not None:
-            output.emit(answer, view, as_json=False)
+    else:
+        _show(answers, sampling, streamed)
     if any(answer.finish_reason == "context" for answer in answers):
         output.note(f"the model's {model.config.max_position_embeddings:,} learned positions are used up")
     if len(prompt_ids) <= model.config.max_position_embeddings:
         _warn_of_length(model, len(prompt_ids) + max(len(answer.ids) for answer in answers))
+
+
+def _show(answers: Sequence[Answer], sampling: Sampling, streamed: bool) -> None:
+    for number, answer in enumerate(answers, 1):
+        if not streamed:
+            output.paint(f"--- sample {number} of {len(answers)} ({answer.finish_reason}) ---\n", "dim")
+            output.paint(f"{answer.text}\n")
+        if sampling.logprobs is not None:
+            output.emit(answer, view, as_json=False)
 
 
 def view(answer: Answer) -> output.Fit:
