@@ -157,6 +157,13 @@ def claimed(out: Path, resume: bool, processes: Processes) -> Iterator[None]:
 @contextmanager
 def locked(out: Path, resume: bool) -> Iterator[None]:
     """The lock of a run's folder; it falls with the process that holds it."""
+    if (out / "config.json").exists():
+        raise UsageError(
+            f"{out}: a checkpoint, not the folder of a run",
+            f"A run's checkpoints lie in its folder: --out {out.parent}."
+            if (out / STATE).exists() or (out.parent / METRICS).exists()
+            else "Choose another folder: --out. To start from its weights: --init-from.",
+        )
     try:
         out.mkdir(parents=True, exist_ok=True)
         file = (out / ".lock").open("a+")

@@ -623,3 +623,20 @@ def test_train_tokenizer_knows_the_other_kinds(
     (tmp_path / "one.txt").write_text(TEXT)
     assert cli.run(["train-tokenizer", str(tmp_path / "one.txt"), "--kind", kind, "--out", str(tmp_path / "a")]) == 0
     assert f"{size} ({kind})" in capsys.readouterr().out
+
+
+def test_a_run_is_not_begun_where_another_was_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoint, run = tmp_path / "runs" / "mine" / "last", tmp_path / "runs" / "mine"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "config.json").write_text("{}")
+    (run / "metrics.jsonl").touch()
+    assert cli.run(["train", "--resume"]) == 2
+    assert "there is no run runs/glasslm\n  hint: Name it: --out runs/mine" in capsys.readouterr().err
+    for more in (["--resume"], []):
+        assert cli.run(["train", "--out", str(checkpoint), *more]) == 2
+        said = capsys.readouterr().err
+        assert f"{checkpoint}: a checkpoint, not the folder of a run" in said and f"--out {run}." in said
+    assert sorted(path.name for path in checkpoint.iterdir()) == ["config.json"]

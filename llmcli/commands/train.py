@@ -135,6 +135,12 @@ def run(
     }
     if resume and init_from:
         raise UsageError("--resume and --init-from together", "Go on with a run, or start a new one from its weights.")
+    if resume and not (out or recipe or data) and not folder.exists():
+        known = [str(path.parent) for path in sorted(folder.parent.glob("*/metrics.jsonl"))]
+        raise UsageError(
+            f"--resume: there is no run {folder}",
+            f"Name it: --out {' or '.join(known[:8])}." if known else "Name the run's folder: --out.",
+        )
     source = None
     if init_from:
         from llmcli.targets import find_checkpoint
@@ -406,7 +412,10 @@ def lines_of(event: Event) -> list[str]:
             return [f"step {event.step}  sample {event.prompt + event.text!r}"]
         case events.Done():
             best = "" if event.best_loss is None else f", best val loss {event.best_loss:.4f} at step {event.best_step}"
-            return [f"{event.reason} at step {event.step} after {event.seconds:.1f} s{best}: {event.out}"]
+            line = f"{event.reason} at step {event.step} after {event.seconds:.1f} s{best}: {event.out}"
+            if event.reason in EXIT_CODES or event.reason == "time limit":
+                return [line, f"to go on: the same command with --resume --out {event.out}"]
+            return [line]
     return []
 
 
