@@ -21,7 +21,8 @@ from llmcli.tensors import Checkpoint, ReadRows, TensorInfo, read_rows
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from llmcli.inspection import TieStatus
+    from llmcli.config import ModelConfig
+    from llmcli.inspection import Inspection, TieStatus
 
 CHUNK_VALUES = 1 << 18
 """How many values of each side stand in memory at a time."""
@@ -30,7 +31,7 @@ Kind = Literal["equal", "different", "shape"]
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor in both. `kind` is "shape" where the shapes do not fit and no values were compared.
+    """One tensor in both, by its name in a. `kind` is "shape" where the shapes do not fit and no values were compared.
 
     `largest` is the largest |a - b| and `relative` the norm of a - b over the norm of a; NaN where one side has a NaN
     or an infinity that the other has not. `transposed` says that b was turned to a's shape first.
@@ -45,9 +46,17 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     relative: float = 0.0
 
 
+class ConfigDifference(msgspec.Struct, frozen=True):
+    """One field of the model's config in which the two differ."""
+
+    field: str
+    a: Any
+    b: Any
+
+
 class Differences(msgspec.Struct, frozen=True, kw_only=True):
     """What lies between checkpoints `a` and `b`. `equal` counts tensors of equal values, `retyped` those of them that
-    are stored in two types; `different` begins with the largest relative difference."""
+    are stored in two types; `different` begins with the largest relative difference. `problems` are those of each."""
 
     a: str
     b: str
@@ -58,6 +67,8 @@ class Differences(msgspec.Struct, frozen=True, kw_only=True):
     different: tuple[Difference, ...]
     misshapen: tuple[Difference, ...]
     ties: tuple[TieStatus | None, TieStatus | None]
+    config: tuple[ConfigDifference, ...]
+    problems: tuple[tuple[str, ...], tuple[str, ...]]
 
 
 class Pairs(msgspec.Struct, frozen=True):
@@ -88,14 +99,15 @@ def compare(pairs: Pairs, read: ReadRows = read_rows) -> Iterator[tuple[Differen
 
     Raises CheckpointError for a file that can no longer be read.
     """
-    for name, (a, b) in pairs.both.items():
-        yield _difference(name, a, b, read), a.end - a.start + b.end - b.start
+    for a, b in pairs.both.values():
+        yield _difference(a.name, a, b, read), a.end - a.start + b.end - b.start
 
 
 def summary(
-    a: str, b: str, pairs: Pairs, found: list[Difference], ties: tuple[TieStatus | None, TieStatus | None]
+    a: str, b: str, pairs: Pairs, found: list[Difference], sides: tuple[Inspection | None, Inspection | None]
 ) -> Differences:
-    """All of them in one report."""
+    """All of them in one report; `sides` is what is known of each besides its tensors."""
+    first, second = sides
     different = [difference for difference in found if difference.kind == "different"]
     return Differences(
         a=a,
@@ -106,7 +118,20 @@ def summary(
         retyped=sum(d.kind == "equal" and d.dtypes[0] != d.dtypes[1] for d in found),
         different=tuple(sorted(different, key=_size, reverse=True)),
         misshapen=tuple(difference for difference in found if difference.kind == "shape"),
-        ties=ties,
+        ties=(first.tie if first else None, second.tie if second else None),
+        config=differing(first.config if first else None, second.config if second else None),
+        problems=(first.problems if first else (), second.problems if second else ()),
+    )
+
+
+def differing(a: ModelConfig | None, b: ModelConfig | None) -> tuple[ConfigDifference, ...]:
+    """The fields of two configs that are not the same; none where one of them is not known."""
+    if a is None or b is None:
+        return ()
+    return tuple(
+        ConfigDifference(field, getattr(a, field), getattr(b, field))
+        for field in a.__struct_fields__
+        if getattr(a, field) != getattr(b, field)
     )
 
 

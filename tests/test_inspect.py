@@ -754,3 +754,24 @@ def test_the_command_compares_two(gpt2: Path, tmp_path: Path, capsys: pytest.Cap
     assert "27 of 28 tensors" in shown and "only in b" in shown and "h.1.ln_1.bias" in shown
     assert run_json(capsys, gpt2, other, "--tensors", "*.h.0.*")["equal"] == 12
     assert cli.run(["inspect", str(gpt2), str(tmp_path / "gone")]) == 2
+
+
+def test_configs_that_differ_and_problems_are_said_where_tensors_are_equal(
+    gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = Path(shutil.copytree(gpt2, tmp_path / "other"))
+    config = json.loads((other / "config.json").read_text())
+    layers = config["n_layer"]
+    (other / "config.json").write_text(json.dumps(config | {"n_layer": layers + 1}))
+    found = run_json(capsys, gpt2, other)
+    assert found["config"] == [{"field": "num_layers", "a": layers, "b": layers + 1}] and not found["different"]
+    assert found["problems"] == [[], list(inspection.inspect(other).problems)] and found["problems"][1]
+    assert cli.run(["inspect", str(gpt2), str(other)]) == 0
+    shown = capsys.readouterr().out
+    assert f"num_layers {layers}, {layers + 1}" in shown and "problem in b" in shown and "problem in a" not in shown
+
+
+def test_a_difference_bears_the_name_that_the_file_has(two: Two) -> None:
+    x = floats((2, 3))
+    found = two({"model.norm.weight": ("F32", x)}, {"model.norm.weight": ("F32", x + 1), "model.b": ("F32", x)})
+    assert (found.different[0].name, found.only_b) == ("model.norm.weight", ("model.b",))

@@ -122,7 +122,7 @@ def _compare(targets: tuple[str, str], paths: list[Path], patterns: list[str] | 
             found.append(difference)
             advance(amount)
     first, second = (
-        inspection.inspect(path, target, read_file=files.read_file, read=files.read_rows).tie
+        inspection.inspect(path, target, read_file=files.read_file, read=files.read_rows)
         for path, target in zip(paths, targets, strict=True)
     )
     return differences.summary(*targets, pairs, found, (first, second))
@@ -275,6 +275,12 @@ def view_differences(found: Differences) -> RenderableType:
         rows.add_row("shape", Text(f"{other.name}: {a} in a, {b} in b"))
     for label, tie in zip(("output of a", "output of b"), found.ties, strict=True):
         rows.add_row(label, Text(tie_line(tie)) if tie else "not known: no config.json that can be read")
+    for change in found.config:
+        values = ", ".join("none" if value is None else str(value) for value in (change.a, change.b))
+        rows.add_row("config differs", Text(f"{change.field} {values}"))
+    for label, problems in zip(("problem in a", "problem in b"), found.problems, strict=True):
+        for problem in problems:
+            rows.add_row(Text(label, "red"), Text(problem))
     if not found.different:
         return rows
     made = table()
