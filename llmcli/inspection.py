@@ -1,4 +1,4 @@
-"""What is in a checkpoint, sound or broken, without loading it: headers, and as many values as there is time for.
+"""What is in a checkpoint, fitting or not, without loading it: headers, and as many values as there is time for.
 
 Nothing here refuses a checkpoint that has any tensor to show: what would make loading refuse it is listed as a
 problem, because "why does it not load, or load wrongly" is the question that is asked of it. Values are read by numpy

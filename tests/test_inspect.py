@@ -1,4 +1,4 @@
-"""inspect: what is in a checkpoint, sound or broken, and what lies between two."""
+"""inspect: what is in a checkpoint, fitting or not, and what lies between two."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def run(
     offline: Offline = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what is in a checkpoint, sound or broken, without loading it; of two, what lies between them.
+    """Show what is in a checkpoint, fitting or not, without loading it; of two, what lies between them.
 
     Of a repository on the Hub only headers are fetched.
 
