@@ -362,6 +362,12 @@ def save(
                 _write(file, memoryview(tensors.write_header(header)))
                 for _, parts in shard:
                     value = _put_together(parts, weights).to("cpu", wanted)
+                    if value.shape != parts[0].hf_shape:  # the header is written already, by the table
+                        raise CheckpointError(
+                            f"{parts[0].name}: the model's is {tuple(value.shape)} as the file has it, the table of"
+                            f" family {model.config.family} says {parts[0].hf_shape}",
+                            "Correct the table, or the model; nothing was saved.",
+                        )
                     _write(file, _raw(value))
                     if on_bytes:
                         on_bytes(value.nbytes)

@@ -643,3 +643,11 @@ def test_values_that_are_no_numbers_are_counted_tensor_by_tensor(gpt2: Made, tmp
     assert size == sum(parameter.nbytes for parameter in model.parameters())
     clean, made = checkpoint.load(gpt2.folder)
     assert not any(finding.nan or finding.infinite for finding in checkpoint.findings(clean, made))
+
+
+def test_a_weight_of_another_shape_than_the_table_s_is_never_saved(tmp_path: Path) -> None:
+    model = build(ModelConfig(family="llama", vocab_size=8, embed_dim=8, num_layers=1, num_heads=2, hidden_dim=12))
+    model.blocks[0].feed_forward.down.weight = torch.nn.Parameter(torch.zeros(8, 8))  # type: ignore[union-attr]
+    with pytest.raises(CheckpointError, match=r"feed_forward\.down\.weight: the model's is \(8, 8\).*\(8, 12\)"):
+        checkpoint.save(model, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []

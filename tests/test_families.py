@@ -273,3 +273,7 @@ def test_the_language_model_inside_a_larger_one_loads_and_the_rest_is_named(tmp_
     words = ids % 60  # the ids above are images
     torch.testing.assert_close(logits(ours, words), logits(theirs, words), atol=TOLERANCE, rtol=0)
     assert "34 tensors of other parts are left alone: multi_modal_projector, vision_tower" in plan.notes
+
+
+def test_every_family_that_is_found_is_held_against_transformers() -> None:
+    assert set(hf.FAMILIES) == set(families.names())
