@@ -479,3 +479,9 @@ def test_a_pipe_sees_no_progress_and_no_colour(folders: dict[tuple[str, bool], P
         capture_output=True, text=True, check=True, env={**os.environ, "NO_COLOR": "1"},
     )  # fmt: skip
     assert run.stderr == "" and "\x1b" not in run.stdout and "written to" in run.stdout
+
+
+def test_a_tied_gpt2_is_said_to_be_tied_and_nothing_new(folders: dict[tuple[str, bool], Path], load: Shell) -> None:
+    code, out, err = load(folders["gpt2", True])  # without a head in the file, as on the Hub
+    assert (code, err) == (0, "")
+    assert "output      tied to the token embeddings: no output matrix in the file" in out and "new" not in out

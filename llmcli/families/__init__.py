@@ -77,8 +77,11 @@ class Family:
     ignorable: tuple[str, ...] = ()
     """Names of file tensors that carry nothing learned: causal masks, rotary tables."""
     norm: Literal["layer", "rms", "rms_plus_one"] = "rms"
+    """The kind of its norms; `rms_plus_one` multiplies by 1 + w and starts from w = 0."""
     final_norm: bool = True
+    """Whether a norm stands behind the last block."""
     learned_positions: bool = False
+    """Whether a row for each position is looked up and added."""
     block: Callable[[ModelConfig, int], Block]
     """block(config, layer): imports layers inside, so that counting never imports torch."""
     keys: frozenset[str] = frozenset()
