@@ -775,3 +775,11 @@ def test_a_difference_bears_the_name_that_the_file_has(two: Two) -> None:
     x = floats((2, 3))
     found = two({"model.norm.weight": ("F32", x)}, {"model.norm.weight": ("F32", x + 1), "model.b": ("F32", x)})
     assert (found.different[0].name, found.only_b) == ("model.norm.weight", ("model.b",))
+
+
+def test_switches_that_differ_are_spelled_as_a_config_file_does(
+    gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["load-hf", str(gpt2), "--tie", "untie", "--out", str(tmp_path / "untied")]) == 0
+    assert cli.run(["inspect", str(gpt2), str(tmp_path / "untied")]) == 0
+    assert "tie_word_embeddings true, false" in capsys.readouterr().out

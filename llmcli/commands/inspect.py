@@ -276,7 +276,10 @@ def view_differences(found: Differences) -> RenderableType:
     for label, tie in zip(("output of a", "output of b"), found.ties, strict=True):
         rows.add_row(label, Text(tie_line(tie)) if tie else "not known: no config.json that can be read")
     for change in found.config:
-        values = ", ".join("none" if value is None else str(value) for value in (change.a, change.b))
+        values = ", ".join(  # as a config file spells them
+            str(value).lower() if value is None or isinstance(value, bool) else str(value)
+            for value in (change.a, change.b)
+        )
         rows.add_row("config differs", Text(f"{change.field} {values}"))
     for label, problems in zip(("problem in a", "problem in b"), found.problems, strict=True):
         for problem in problems:
