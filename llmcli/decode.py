@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import cast
+from pathlib import Path
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +38,59 @@ Rows = Callable[[Tensor], Tensor]
 """A function of rows, (B, in) -> (B, out)."""
 
 
+class Packed:
+    """bfloat16 matrices laid out once more, in the order in which oneDNN multiplies them with few rows.
+
+    Read as they lie in a checkpoint, products in bfloat16 take as long as in float32 on a processor with AVX-512; in
+    oneDNN's own order they are a third faster. A copy costs as much as three to ten products and the matrix's memory
+    again, so it is made only of what is used often, a few at a time while decoding goes on, and not where it would
+    take more than half of the memory that is free. Whoever holds on to this object between generations copies once;
+    the weights must not change meanwhile.
+    """
+
+    def __init__(self, model: Decoder) -> None:
+        weight = model.token_embeddings.weight
+        here = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+        self._fits = here and 2 * sum(p.nbytes for p in model.parameters()) < _free_memory()
+        self._copies: dict[tuple[int, ...], Tensor] = {}
+        self._wanted: dict[tuple[int, ...], tuple[Tensor, ...]] = {}
+
+    def get(self, *weights: Tensor) -> Tensor | None:
+        """The copy of matrices (out, in) of one input as one, for `_through`; None where there is none yet."""
+        if not self._fits or sum(weight.numel() for weight in weights) <= COPIED:
+            return None
+        key = tuple(weight.data_ptr() for weight in weights)
+        if key not in self._copies:
+            self._wanted.setdefault(key, weights)
+        return self._copies.get(key)
+
+    def copy_some(self) -> bool:
+        """Copy a few of the matrices that were asked for and not there; whether there were any."""
+        left = COPIED_PER_STEP
+        while self._wanted and left > 0:
+            key, weights = self._wanted.popitem()
+            whole = torch.cat(weights) if len(weights) > 1 else weights[0]
+            self._copies[key] = torch.ops.mkldnn._reorder_linear_weight(whole, 1)
+            left -= whole.nbytes
+        return left < COPIED_PER_STEP
+
+
+PATIENCE = 16
+"""Steps after which matrices are used often enough to be copied."""
+
+COPIED_PER_STEP = 16_000_000
+"""Bytes of matrices copied in a step from then on, at least one matrix: the text is not seen to halt."""
+
+
+def _free_memory() -> int:
+    """Bytes that can be had without swapping; 0 where nobody says."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 0)
+
+
 class Step:
     """The logits (B, V) after one new id in each of B rows; `cache` has seen the rows so far and sees the new ids.
 
@@ -45,9 +99,11 @@ class Step:
     """
 
     @torch.inference_mode()
-    def __init__(self, model: Decoder, cache: Sequence[LayerCache], batch: int) -> None:
+    def __init__(self, model: Decoder, cache: Sequence[LayerCache], batch: int, packed: Packed | None = None) -> None:
         self._model = model
         self._cache = cache
+        self._packed = Packed(model) if packed is None else packed
+        self._steps = 0
         self._flat = all(
             type(block) in KNOWN and type(cast(Block, block).attention) is Attention for block in model.blocks
         )
@@ -56,22 +112,29 @@ class Step:
         self._embeddings = model.token_embeddings.weight.detach()
         self._scale = model.token_embeddings.scale if model.token_embeddings.scaled else None
         self._learned = None if model.position_embeddings is None else model.position_embeddings.weight.detach()
-        self._x = self._embeddings.new_empty(batch, self._embeddings.shape[1])  # the residual stream, changed in place
-        self._turns = _Turns(model)
+        x = self._embeddings.new_empty(batch, self._embeddings.shape[1])
+        self._shared = _Shared(x, _Turns(model), self._packed)
+        self._build()
+
+    def _build(self) -> None:
+        model, shared = self._model, self._shared
         self._blocks = [
-            _block(cast(Block, block), layer, self._x, self._turns)
-            for block, layer in zip(model.blocks, cache, strict=True)
+            _block(cast(Block, block), layer, shared) for block, layer in zip(model.blocks, self._cache, strict=True)
         ]
-        self._final_norm = _norm(model.final_norm, self._x)
+        self._final_norm = _norm(model.final_norm, shared.x)
         head = model.output_projection
-        self._head = _linear(self._embeddings, None) if head is None else _linear(head.weight, head.bias)
+        weight, bias = (self._embeddings, None) if head is None else (head.weight, head.bias)
+        self._head = _linear(weight, bias, self._packed)
 
     @torch.inference_mode()
     def __call__(self, ids: Tensor) -> Tensor:
         """Logits (B, V) after `ids` (B,). Raises UsageError for a position past the last learned one."""
         if not self._flat:
             return self._model.scores(self._model.hidden(ids[:, None], self._cache)[:, -1])
-        x = self._x
+        self._steps += 1
+        if self._steps > PATIENCE and self._packed.copy_some():
+            self._build()
+        x, turns = self._shared.x, self._shared.turns
         torch.index_select(self._embeddings, 0, ids, out=x)
         if self._scale is not None:
             x.mul_(self._scale)
@@ -81,7 +144,7 @@ class Step:
             places = position if padding is None else position - padding  # of each row, where they differ
             if self._learned is not None:
                 x.add_(self._learned[places])
-            self._turns.move(position, places)
+            turns.move(position, places)
         for block in self._blocks:
             block()
         return softcap(self._head(self._final_norm(x)), self._model.config.logit_softcap)
@@ -129,30 +192,39 @@ class _Turns:
             self.now[kind] = tuple(table.unsqueeze(1) for table in now) if isinstance(places, Tensor) else now
 
 
-def _linear(weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Rows:
-    """x @ weight.T + bias, into `out` or a new tensor."""
+class _Shared(NamedTuple):
+    """What the blocks have in common."""
+
+    x: Tensor
+    """The residual stream (B, d), changed in place."""
+    turns: _Turns
+    packed: Packed
+
+
+def _linear(weight: Tensor, bias: Tensor | None, packed: Packed) -> Rows:
+    """x @ weight.T + bias."""
+    copy = packed.get(weight.detach())
+    return _plain(weight, bias) if copy is None else _through(copy, bias)
+
+
+def _plain(weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Rows:
+    """x @ weight.T + bias with the matrix as it lies, into `out` or a new tensor."""
     turned, bias = _turned(weight), None if bias is None else bias.detach()
     if bias is None:
         return lambda x: torch.mm(x, turned, out=out)
     return lambda x: torch.addmm(bias, x, turned, out=out)
 
 
+def _through(copy: Tensor, bias: Tensor | None) -> Rows:
+    """x @ weight.T + bias with the matrix's copy in oneDNN's own order."""
+    multiply, bias = torch.ops.mkldnn._linear_pointwise.default, None if bias is None else bias.detach()
+    return lambda x: multiply(x, copy, bias, "none", [], "")
+
+
 def _turned(weight: Tensor) -> Tensor:
     """A matrix (out, in) as (in, out), laid out so when it is small: products with one row go through it as it lies."""
     turned = weight.detach().t()
     return turned.contiguous() if turned.numel() <= COPIED else turned
-
-
-def _together(*linears: nn.Linear) -> list[tuple[Tensor, Tensor | None]]:
-    """Weights and biases of linear layers of one input: as one, where they lie side by side or are small."""
-    weights = [linear.weight.detach() for linear in linears]
-    biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
-    whole = _side_by_side(weights)
-    if whole is None and sum(weight.numel() for weight in weights) <= COPIED:
-        whole = torch.cat(weights)
-    if whole is None or len(biases) not in (0, len(linears)):
-        return [(linear.weight, linear.bias) for linear in linears]
-    return [(whole, torch.cat(biases) if biases else None)]
 
 
 def _side_by_side(weights: Sequence[Tensor]) -> Tensor | None:
@@ -167,16 +239,21 @@ def _side_by_side(weights: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((rows, first.shape[1]), first.stride())
 
 
-def _adding(weight: Tensor, bias: Tensor | None, x: Tensor) -> Rows:
-    """x += y @ weight.T + bias, without a tensor in between; gives back x."""
+def _adding(weight: Tensor, bias: Tensor | None, shared: _Shared) -> Rows:
+    """x += y @ weight.T + bias; gives back x."""
+    x, copy = shared.x, shared.packed.get(weight.detach())
+    if copy is not None:
+        add = torch.ops.mkldnn._linear_pointwise.binary
+        bias = None if bias is None else bias.detach()
+        return lambda y: x.copy_(add(y, x, copy, bias, "add"))
     turned, bias = _turned(weight), None if bias is None else bias.detach()
     if bias is None:
         return lambda y: x.addmm_(y, turned)
     return lambda y: x.addmm_(y, turned).add_(bias)
 
 
-def _out(linear: nn.Linear, x: Tensor, adding: bool) -> Rows:
-    return _adding(linear.weight, linear.bias, x) if adding else _linear(linear.weight, linear.bias)
+def _out(linear: nn.Linear, shared: _Shared, adding: bool) -> Rows:
+    return _adding(linear.weight, linear.bias, shared) if adding else _linear(linear.weight, linear.bias, shared.packed)
 
 
 def _norm(norm: nn.Module | None, x: Tensor) -> Rows:
@@ -214,16 +291,17 @@ def _norm_of_one_row(norm: RMSNorm, x: Tensor) -> Rows:
     return rounded
 
 
-def _block(block: Block, cache: LayerCache, x: Tensor, turns: _Turns) -> Callable[[], object]:
+def _block(block: Block, cache: LayerCache, shared: _Shared) -> Callable[[], object]:
     """One block's change of the residual stream x (B, d)."""
+    x = shared.x
     norms = block.attention_norm, block.attention_post_norm, block.feed_forward_norm, block.feed_forward_post_norm
     before_attention, after_attention, before_feed, after_feed = (_norm(norm, x) for norm in norms)
     if type(block) is NormAfterSumBlock:
-        attend = _attention(block.attention, cache, x, turns, adding=True)
-        feed = _feed_forward(block.feed_forward, x, adding=True)
+        attend = _attention(block.attention, cache, shared, adding=True)
+        feed = _feed_forward(block.feed_forward, shared, adding=True)
         return lambda: x.copy_(before_feed(feed(x.copy_(before_attention(attend(x))))))
-    attend = _attention(block.attention, cache, x, turns, adding=norms[1] is None)
-    feed = _feed_forward(block.feed_forward, x, adding=norms[3] is None)
+    attend = _attention(block.attention, cache, shared, adding=norms[1] is None)
+    feed = _feed_forward(block.feed_forward, shared, adding=norms[3] is None)
 
     def step() -> None:
         mixed = attend(before_attention(x))
@@ -236,13 +314,14 @@ def _block(block: Block, cache: LayerCache, x: Tensor, turns: _Turns) -> Callabl
     return step
 
 
-def _attention(attention: Attention, cache: LayerCache, x: Tensor, turns: _Turns, adding: bool) -> Rows:
+def _attention(attention: Attention, cache: LayerCache, shared: _Shared, adding: bool) -> Rows:
     """Attention of one position a row; with `adding` the result goes onto x."""
+    x, turns, packed = shared
     batch, size, kind = x.shape[0], attention.head_size, attention.rope
     q_dim, kv_dim = attention.q.out_features, attention.k.out_features
     # A row's queries, keys and values lie side by side: what turns is one view, what is remembered another.
     room = x.new_empty(batch, q_dim + 2 * kv_dim)
-    project = _into(room, _together(attention.q, attention.k, attention.v))
+    project = _into(room, (attention.q, attention.k, attention.v), packed)
     q, k = room[:, :q_dim], room[:, q_dim : q_dim + kv_dim]
     both = room[:, q_dim:].view(batch, 2, -1, size).transpose(0, 1)
     by_group = q.view(batch, kv_dim // size, -1, size)  # the queries of a group stand as rows of their one key head
@@ -251,7 +330,7 @@ def _attention(attention: Attention, cache: LayerCache, x: Tensor, turns: _Turns
     first, second = heads[..., :half], heads[..., half:]
     turned = torch.empty_like(heads, memory_format=torch.contiguous_format)
     from_first, from_second = turned[..., half:], turned[..., :half]
-    output = _out(attention.output, x, adding)
+    output = _out(attention.output, shared, adding)
     q_norm, k_norm, scale, cap = attention.q_norm, attention.k_norm, attention.scale, attention.softcap
 
     def step(h: Tensor) -> Tensor:
@@ -280,13 +359,25 @@ def _attention(attention: Attention, cache: LayerCache, x: Tensor, turns: _Turns
     return step
 
 
-def _into(room: Tensor, parts: Sequence[tuple[Tensor, Tensor | None]]) -> Callable[[Tensor], object]:
-    """Fill the columns of `room` (B, n) with what layers of one input make of it, one beside the other."""
-    ends = list(accumulate(len(weight) for weight, _ in parts))
+def _into(room: Tensor, linears: Sequence[nn.Linear], packed: Packed) -> Callable[[Tensor], object]:
+    """Fill the columns of `room` (B, n) with what layers of one input make of it, one beside the other: in one product
+    where their matrices lie side by side, are small or are packed."""
+    weights = [linear.weight.detach() for linear in linears]
+    biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+    if len(biases) in (0, len(linears)):
+        bias = torch.cat(biases) if biases else None
+        copy = packed.get(*weights)
+        if copy is not None:
+            through = _through(copy, bias)
+            return lambda h: room.copy_(through(h))
+        whole = _side_by_side(weights)
+        if whole is None and sum(weight.numel() for weight in weights) <= COPIED:
+            whole = torch.cat(weights)
+        if whole is not None:
+            return _plain(whole, bias, room)
+    ends = list(accumulate(len(weight) for weight in weights))
     columns = room.tensor_split(ends[:-1], dim=1)
-    calls = [_linear(weight, bias, out) for (weight, bias), out in zip(parts, columns, strict=True)]
-    if len(calls) == 1:
-        return calls[0]
+    calls = [_plain(linear.weight, linear.bias, out) for linear, out in zip(linears, columns, strict=True)]
 
     def fill(h: Tensor) -> None:
         for call in calls:
@@ -295,16 +386,17 @@ def _into(room: Tensor, parts: Sequence[tuple[Tensor, Tensor | None]]) -> Callab
     return fill
 
 
-def _feed_forward(module: nn.Module, x: Tensor, adding: bool) -> Rows:
+def _feed_forward(module: nn.Module, shared: _Shared, adding: bool) -> Rows:
     """A feed-forward part; with `adding` the result goes onto x."""
+    x, _, packed = shared
     if type(module) is FeedForward:
-        activation, up = module.activation, _linear(module.up.weight, module.up.bias)
-        down = _out(module.down, x, adding)
+        activation, up = module.activation, _linear(module.up.weight, module.up.bias, packed)
+        down = _out(module.down, shared, adding)
         return lambda h: down(activation(up(h)))
     if type(module) is GatedFeedForward:
-        activation, down = module.activation, _out(module.down, x, adding)
+        activation, down = module.activation, _out(module.down, shared, adding)
         room = x.new_empty(x.shape[0], 2 * module.up.out_features)
-        project = _into(room, _together(module.gate, module.up))
+        project = _into(room, (module.gate, module.up), packed)
         opened, values = room.chunk(2, dim=1)
 
         def gated(h: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from llmcli.cache import LayerCache, new_cache
-from llmcli.decode import Step
+from llmcli.decode import Packed, Step
 from llmcli.errors import LlmcliError, UsageError
 from llmcli.model import Decoder
 from llmcli.tokenizer import Stream, Tokenizer, check_ids
@@ -138,11 +138,13 @@ def generate(
     ends: Callable[[int, int], bool] = lambda row, id: False,
     use_cache: bool = True,
     cache: list[LayerCache] | None = None,
+    packed: Packed | None = None,
 ) -> Iterator[Token]:
     """The tokens that follow each prompt, one row each, as they are chosen: every row's first, then the second, ...
 
     `forbidden` ids are never chosen: the rows that are no tokens. `ends(row, id)` is asked once for each new token and
-    says whether the row ends with it. A `cache` that has seen the beginning of the one prompt need not see it again.
+    says whether the row ends with it. A `cache` that has seen the beginning of the one prompt need not see it again;
+    `packed` keeps what one generation has laid out anew for the next.
     Raises UsageError for an empty prompt, an id without a row or a prompt longer than the learned positions, all
     before the first forward pass; NonFiniteLogits, naming the step, when it comes to that.
     """
@@ -156,7 +158,7 @@ def generate(
     if not rows or sampling.max_new_tokens == 0:
         return
     running = list(range(len(rows)))
-    predict = _Predictions(model, rows, use_cache, cache)
+    predict = _Predictions(model, rows, use_cache, cache, Packed(model) if packed is None else packed)
     for step in range(1, sampling.max_new_tokens + 1):
         logits = predict(running)
         require_finite(model, logits, step)
@@ -189,9 +191,16 @@ def positions(model: Decoder) -> float:
 class _Predictions:
     """The logits (B, V) that follow the rows asked for, which grow by one id between calls and may drop out."""
 
-    def __init__(self, model: Decoder, rows: list[list[int]], use_cache: bool, cache: list[LayerCache] | None) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        rows: list[list[int]],
+        use_cache: bool,
+        cache: list[LayerCache] | None,
+        packed: Packed,
+    ) -> None:
         self._model, self._rows, self._use_cache = model, rows, use_cache
-        self._cache = cache
+        self._cache, self._packed = cache, packed
         self._running: list[int] = []
         self._step: Step | None = None
 
@@ -235,7 +244,7 @@ class _Predictions:
     def _start(self, running: list[int]) -> None:
         assert self._cache is not None
         self._running = list(running)
-        self._step = Step(self._model, self._cache, len(running))
+        self._step = Step(self._model, self._cache, len(running), self._packed)
 
     def _ids(self, ids: list[list[int]] | list[int]) -> Tensor:
         return torch.tensor(ids, device=self._model.token_embeddings.weight.device)
@@ -325,6 +334,7 @@ def complete(
     stops: Sequence[str] = (),
     use_cache: bool = True,
     cache: list[LayerCache] | None = None,
+    packed: Packed | None = None,
 ) -> Iterator[Piece]:
     """`generate` as text: a row ends with an end token or a stop text, neither of which is shown.
 
@@ -347,7 +357,10 @@ def complete(
         return texts[row].stopped
 
     forbidden = rows_without_token(model, tokenizer) if tokenizer else None
-    for token in generate(model, prompts, sampling, forbidden=forbidden, ends=ends, use_cache=use_cache, cache=cache):
+    tokens = generate(
+        model, prompts, sampling, forbidden=forbidden, ends=ends, use_cache=use_cache, cache=cache, packed=packed
+    )
+    for token in tokens:
         row = token.row
         top = tuple(Candidate(r.id, _adds(tokenizer, last[row], r.id), r.logprob) for r in token.top)
         text = said[row] + (texts[row].finish() if token.finish else "")

@@ -83,10 +83,11 @@ def contestant(name: str, folder: Path, dtype: str, threads: int | None, compile
         model = load_model(folder, dtype=dtype)
         if not threads:
             torch.set_num_threads(decode.threads(model))
-        vocab_size = model.config.vocab_size
+        vocab_size, packed = model.config.vocab_size, decode.Packed(model)
 
         def run(ids: list[int], tokens: int) -> int:
-            return sum(1 for _ in generate(model, [ids], Sampling(temperature=0, max_new_tokens=tokens)))
+            greedy = Sampling(temperature=0, max_new_tokens=tokens)
+            return sum(1 for _ in generate(model, [ids], greedy, packed=packed))
 
     elif name == "transformers":
         import transformers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import math
@@ -24,14 +25,14 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 
-from llmcli import checkpoint, cli, output
+from llmcli import checkpoint, cli, decode, output
 from llmcli import tokenizer as tokens
 from llmcli.cache import LayerCache, new_cache
 from llmcli.config import ModelConfig
 from llmcli.decode import Step
 from llmcli.errors import LlmcliError, TokenizerError, UsageError
 from llmcli.generate import NonFiniteLogits, Sampling, Text, complete, generate
-from llmcli.layers import Block, RMSNorm, Rope
+from llmcli.layers import Block, FeedForward, GatedFeedForward, RMSNorm, Rope
 from llmcli.model import Decoder, build
 from llmcli.tokenizer import Tokenizer
 
@@ -155,11 +156,62 @@ def test_a_step_in_bfloat16_is_as_near_as_the_model_s_own() -> None:
     assert (stepped - wanted).square().mean() < 1.5 * (own - wanted).square().mean()
 
 
+needs_bfloat16 = pytest.mark.skipif(
+    not torch.cpu._is_avx512_bf16_supported(), reason="this processor has no instructions for bfloat16"
+)
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("rows", [1, 3])
+@torch.inference_mode()
+def test_a_step_through_packed_matrices_is_as_near_as_without(
+    model: Decoder, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "COPIED", 0)
+    monkeypatch.setattr(decode, "COPIED_PER_STEP", 1)  # a matrix a step: steps before, amidst and after all copies
+    made = copy.deepcopy(model).to(torch.bfloat16)
+    ids = some_ids(rows, 60)
+    wanted = model(ids)
+
+    def error(patience: int) -> Tensor:
+        monkeypatch.setattr(decode, "PATIENCE", patience)
+        packed = decode.Packed(made)
+        step = Step(made, new_cache(made.config), rows, packed)
+        stepped = torch.stack([step(ids[:, n]) for n in range(60)], 1).float()
+        assert len(packed._copies) == (0 if patience else matrices(made))
+        return (stepped - wanted).square().mean()
+
+    assert error(0) < 1.5 * error(1000)
+
+
+def matrices(model: Decoder) -> int:
+    """Matrices that a step reads whole, those of one input as one; experts are called as they are."""
+    feeds = [type(block.feed_forward) in (FeedForward, GatedFeedForward) for block in model.blocks]
+    return sum(2 + 2 * feed for feed in feeds) + 1
+
+
+@needs_bfloat16
+@torch.inference_mode()
+def test_matrices_are_packed_once_used_often_and_where_there_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = wild(embed_dim=384, hidden_dim=400).to(torch.bfloat16)  # the vocabulary's matrix stays small
+    long, short = (Sampling(temperature=0, max_new_tokens=n) for n in (decode.PATIENCE + 6, decode.PATIENCE + 1))
+    packed = decode.Packed(made)
+    first = texts(made, [[1, 2, 3]], short, packed=packed)
+    assert not packed._copies
+    first = texts(made, [[1, 2, 3]], long, packed=packed)
+    kept = dict(packed._copies)
+    assert len(kept) == 2 * 4
+    assert texts(made, [[1, 2, 3]], long, packed=packed) == first
+    assert all(packed._copies[key] is value for key, value in kept.items())
+    monkeypatch.setattr(decode, "_free_memory", lambda: sum(p.nbytes for p in made.parameters()))
+    poor = decode.Packed(made)
+    texts(made, [[1, 2, 3]], long, packed=poor)
+    assert not poor._copies
+
+
 @pytest.mark.parametrize("plus_one", [False, True])
 @torch.inference_mode()
 def test_a_norm_of_one_row_is_the_norm(plus_one: bool) -> None:
-    from llmcli import decode
-
     norm = RMSNorm(24, 1e-2, plus_one)
     norm.weight.data.normal_(generator=torch.Generator().manual_seed(0))
     x = torch.randn(1, 24, generator=torch.Generator().manual_seed(1)) * 0.1

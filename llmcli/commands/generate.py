@@ -298,11 +298,12 @@ def _talk(model: Decoder, tokenizer: Tokenizer, sampling: Sampling, stops: list[
     import msgspec
 
     from llmcli.cache import new_cache
+    from llmcli.decode import Packed
     from llmcli.generate import complete
 
     output.paint("/help for help, Ctrl-D to leave\n", "dim")
     ids: list[int] = []
-    cache = new_cache(model.config)
+    cache, packed = new_cache(model.config), Packed(model)
     for line in _lines("> "):
         command, _, value = line.partition(" ")
         if command == "/quit":
@@ -323,7 +324,7 @@ def _talk(model: Decoder, tokenizer: Tokenizer, sampling: Sampling, stops: list[
         elif line:
             try:
                 ids += tokenizer.encode("\n" + line, special=False) if ids else _encode(tokenizer, line)
-                for piece in complete(model, tokenizer, [ids], sampling, stops=stops, cache=cache):
+                for piece in complete(model, tokenizer, [ids], sampling, stops=stops, cache=cache, packed=packed):
                     ids.append(piece.id)
                     output.paint(piece.text, _confidence(piece) if sampling.logprobs is not None else "")
             except KeyboardInterrupt:  # in the midst of a forward pass layers may differ in length: see the text anew
