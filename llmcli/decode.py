@@ -51,7 +51,8 @@ class Packed:
     def __init__(self, model: Decoder) -> None:
         weight = model.token_embeddings.weight
         here = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
-        self._fits = here and 2 * sum(p.nbytes for p in model.parameters()) < _free_memory()
+        self._bytes = sum(p.nbytes for p in model.parameters())
+        self._fits = here and 2 * self._bytes < _free_memory()
         self._copies: dict[tuple[int, ...], Tensor] = {}
         self._wanted: dict[tuple[int, ...], tuple[Tensor, ...]] = {}
 
@@ -66,20 +67,23 @@ class Packed:
 
     def copy_some(self) -> bool:
         """Copy a few of the matrices that were asked for and not there; whether there were any."""
-        left = COPIED_PER_STEP
+        if not self._wanted:
+            return False
+        left: float = SHARE * self._bytes
         while self._wanted and left > 0:
             key, weights = self._wanted.popitem()
             whole = torch.cat(weights) if len(weights) > 1 else weights[0]
             self._copies[key] = torch.ops.mkldnn._reorder_linear_weight(whole, 1)
             left -= whole.nbytes
-        return left < COPIED_PER_STEP
+        return True
 
 
 PATIENCE = 16
 """Steps after which matrices are used often enough to be copied."""
 
-COPIED_PER_STEP = 16_000_000
-"""Bytes of matrices copied in a step from then on, at least one matrix: the text is not seen to halt."""
+SHARE = 1 / 12
+"""The part of the model copied in a step from then on, at least one matrix: a step takes about twice as long, and the
+text is not seen to halt."""
 
 
 def _free_memory() -> int:

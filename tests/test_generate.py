@@ -168,7 +168,7 @@ def test_a_step_through_packed_matrices_is_as_near_as_without(
     model: Decoder, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode, "COPIED", 0)
-    monkeypatch.setattr(decode, "COPIED_PER_STEP", 1)  # a matrix a step: steps before, amidst and after all copies
+    monkeypatch.setattr(decode, "SHARE", 1e-9)  # a matrix a step: steps before, amidst and after all copies
     made = copy.deepcopy(model).to(torch.bfloat16)
     ids = some_ids(rows, 60)
     wanted = model(ids)
@@ -194,7 +194,7 @@ def matrices(model: Decoder) -> int:
 @torch.inference_mode()
 def test_matrices_are_packed_once_used_often_and_where_there_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     made = wild(embed_dim=384, hidden_dim=400).to(torch.bfloat16)  # the vocabulary's matrix stays small
-    long, short = (Sampling(temperature=0, max_new_tokens=n) for n in (decode.PATIENCE + 6, decode.PATIENCE + 1))
+    long, short = (Sampling(temperature=0, max_new_tokens=n) for n in (decode.PATIENCE + 16, decode.PATIENCE + 1))
     packed = decode.Packed(made)
     first = texts(made, [[1, 2, 3]], short, packed=packed)
     assert not packed._copies
