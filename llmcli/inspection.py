@@ -54,7 +54,10 @@ class Values(msgspec.Struct, frozen=True):
 
 
 class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor of the files: as its header describes it, and what it is to the model. `bytes` as stored."""
+    """One tensor of the files: as its header describes it, and what it is to the model. `bytes` as stored.
+
+    `cut` is true of one that the file ends before or within.
+    """
 
     name: str
     dtype: str
@@ -62,6 +65,7 @@ class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     file: str
     role: Role
+    cut: bool = False
     values: Values | None = None
 
 
@@ -190,7 +194,8 @@ def inspect(
 
     tie = None
     if hf and matched:
-        tie = tie_status(matched, hf, full=full, read=read if here else None)
+        cut = any(name in matched.found and matched.found[name][1].name in checkpoint.cut for name in (EMBEDDING, HEAD))
+        tie = tie_status(matched, hf, full=full, read=read if here and not cut else None)
         if tie.refused:
             problems.append(tie.reason)
     roles = _roles(matched, tie)
@@ -200,7 +205,7 @@ def inspect(
         for name, found in values.items()
         if found.non_finite
     ]
-    matrices = _matrices(matched, full=full, read=read) if matched and here else ()
+    matrices = _matrices(matched, checkpoint.cut, full=full, read=read) if matched and here else ()
     if not values:
         problems += [
             f"{health.name}: {health.non_finite_rows:,} of {health.rows_read:,} rows hold values that are not finite"
@@ -215,6 +220,7 @@ def inspect(
             bytes=info.end - info.start,
             file=info.file.name,
             role=roles.get(info.name, "left over" if matched else "unknown"),
+            cut=info.name in checkpoint.cut,
             values=values.get(info.name),
         )
         for info in _in_order(checkpoint.infos.values(), matched)
@@ -250,26 +256,30 @@ def open_files(path: Path, read_file: ReadFile = tensors.read_header) -> tuple[C
     try:
         return tensors.read_checkpoint(path, read_file), []
     except CheckpointError as error:
-        if not path.is_dir():
+        if not path.is_dir() and not isinstance(error, tensors.CutShort):
             raise
         refusal = error
     problems = [_said(refusal)]
     infos: dict[str, TensorInfo] = {}
+    cut: set[str] = set()
     files = []
-    for name in sorted(file.name for file in path.glob("*.safetensors")):
+    for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
         try:
-            file = tensors.inside(path, name)
-            found = tensors.read_header(file) if file else {}
+            found = tensors.read_header(file) if file == path or tensors.inside(path, file.name) else {}
+        except tensors.CutShort as error:
+            problems.append(_said(error))
+            found = error.infos
+            cut |= error.cut - infos.keys()
         except CheckpointError as error:
             problems.append(_said(error))
             continue
-        files.append(path / name)
+        files.append(file)
         if twice := sorted(infos.keys() & found.keys()):
-            problems.append(f"{name} holds tensors that another file holds too: {', '.join(grouped(twice))}")
+            problems.append(f"{file.name} holds tensors that another file holds too: {', '.join(grouped(twice))}")
         infos |= {key: info for key, info in found.items() if key not in infos}
     if not infos:
         raise refusal
-    return Checkpoint(infos, tuple(files)), list(dict.fromkeys(problems))
+    return Checkpoint(infos, tuple(files), cut=frozenset(cut)), list(dict.fromkeys(problems))
 
 
 def tie_status(matched: Match, hf: HfConfig, *, full: bool = False, read: ReadRows | None = read_rows) -> TieStatus:
@@ -419,19 +429,19 @@ def values(info: TensorInfo, read: ReadRows = read_rows) -> Values:
 def _all_values(checkpoint: Checkpoint, read: ReadRows, progress: Callable[[float], None]) -> dict[str, Values]:
     result = {}
     for info in checkpoint.infos.values():
-        if info.dtype in _FLOATS:
+        if info.dtype in _FLOATS and info.name not in checkpoint.cut:
             result[info.name] = values(info, read)
         progress(info.end - info.start)
     return result
 
 
-def _matrices(matched: Match, *, full: bool, read: ReadRows) -> tuple[MatrixHealth, ...]:
+def _matrices(matched: Match, cut: frozenset[str], *, full: bool, read: ReadRows) -> tuple[MatrixHealth, ...]:
     sides: tuple[tuple[Side, str], ...] = (("input", EMBEDDING), ("output", HEAD))
     infos = [(side, matched.found[name][1]) for side, name in sides if name in matched.found]
     return tuple(
         matrix_health(info, side, full=full, read=read)
         for side, info in infos
-        if len(info.shape) == 2 and min(info.shape) and info.dtype in _FLOATS
+        if len(info.shape) == 2 and min(info.shape) and info.dtype in _FLOATS and info.name not in cut
     )
 
 
@@ -530,11 +540,11 @@ class Folded(msgspec.Struct, frozen=True):
 
 
 def fold(entries: Iterable[TensorEntry]) -> list[Folded]:
-    """Tensors of one type, shape and role whose names differ only in layer and expert, together; order is kept."""
-    groups: dict[tuple[tuple[str, ...], str, tuple[int, ...], Role], list[TensorEntry]] = {}
+    """Tensors alike but for the layer and expert in their names, together in one line; order is kept."""
+    groups: dict[tuple[tuple[str, ...], str, tuple[int, ...], Role, bool], list[TensorEntry]] = {}
     for entry in entries:
         pieces = tuple(_NUMBER.split(entry.name))
-        groups.setdefault((pieces, entry.dtype, entry.shape, entry.role), []).append(entry)
+        groups.setdefault((pieces, entry.dtype, entry.shape, entry.role, entry.cut), []).append(entry)
     folded = []
     for (pieces, *_), group in groups.items():
         numbers = zip(*(_NUMBER.findall(entry.name) for entry in group), strict=True)

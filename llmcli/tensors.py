@@ -54,6 +54,21 @@ class TensorInfo(msgspec.Struct, frozen=True):
     end: int
 
 
+class CutShort(CheckpointError):
+    """A file that ends before its tensors do; `infos` is what its header says, `cut` names those that are not whole."""
+
+    def __init__(self, path: Path, infos: dict[str, TensorInfo], size: int) -> None:
+        self.infos = infos
+        self.cut = frozenset(name for name, info in infos.items() if info.end > size)
+        end = max(info.end for info in infos.values())
+        names = listing([name for name in infos if name in self.cut], 8)
+        super().__init__(
+            f"{path}: {size:,} bytes of the {end:,} that its header promises: it is truncated; "
+            f"{len(self.cut):,} of its {len(infos):,} tensors are not whole: {names}",
+            "Get the file again.",
+        )
+
+
 _Count = Annotated[int, Meta(ge=0, le=2**62)]
 
 
@@ -197,10 +212,12 @@ def _check_cover(path: Path, infos: dict[str, TensorInfo], data: int, size: int)
                 f"{path}: tensor '{info.name}' {kind} (offset {info.start - data:,})", "The file is damaged."
             )
         position = info.end
-    if position != size:
-        what = "truncated" if position > size else "followed by bytes that belong to no tensor"
+    if position > size:
+        raise CutShort(path, infos, size)
+    if position < size:
         raise CheckpointError(
-            f"{path}: its tensors end at byte {position:,}, the file at {size:,}: it is {what}", "Get the file again."
+            f"{path}: its tensors end at byte {position:,} of {size:,}: those after it belong to no tensor",
+            "Get the file again.",
         )
 
 
@@ -353,12 +370,14 @@ def read_values(info: TensorInfo, start: int, stop: int, read: ReadRows) -> npt.
 class Checkpoint(msgspec.Struct, frozen=True):
     """The tensors of a checkpoint by name, over all its files.
 
-    `notes` is what is odd about the files without making them unreadable.
+    `notes` is what is odd about the files without making them unreadable. `cut` names tensors that are not whole: to
+    look at, for a checkpoint that is read has none.
     """
 
     infos: dict[str, TensorInfo]
     files: tuple[Path, ...]
     notes: tuple[str, ...] = ()
+    cut: frozenset[str] = frozenset()
 
 
 class Files(msgspec.Struct, frozen=True):

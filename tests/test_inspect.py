@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -322,11 +324,42 @@ def test_shards_that_remain_are_described_beside_those_that_cannot_be_read(gpt2:
     (gpt2 / names[0]).write_bytes(whole[:-4])
     (gpt2 / names[2]).unlink()
     found = inspection.inspect(gpt2)
-    assert [file.name for file in found.files] == [names[1]]
+    assert [file.name for file in found.files] == names[:2]
     assert any(names[2] in problem and "missing" in problem for problem in found.problems)
     assert any(names[0] in problem and "truncated" in problem for problem in found.problems)
-    assert len(found.tensors) + len(found.missing) + 1 == 28, "the tie table speaks of the embedding"
-    assert any("neither an embedding nor an output matrix" in problem for problem in found.problems)
+    assert len(found.tensors) + len(found.missing) == 28
+    assert [entry.cut for entry in found.tensors if entry.file == names[0]].count(True) == 1
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_of_a_file_cut_short_the_header_is_shown_and_the_tensors_that_are_not_whole(
+    gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], as_file: bool
+) -> None:
+    other = Path(shutil.copytree(gpt2, tmp_path / "other"))
+    arrays = read(gpt2)
+    write(gpt2, {EMBEDDING: arrays[EMBEDDING]} | arrays | {HEAD: ("F32", floats((64, 16)))})
+    file = gpt2 / "model.safetensors"
+    whole = inspection.inspect(gpt2)
+    ends = sorted(info.end for info in tensors.read_header(file).values())
+    os.truncate(file, ends[-3] + 1)
+    target = file if as_file else gpt2
+    for full in (False, True):
+        found = inspection.inspect(target, full=full)
+        cut = {entry.name for entry in found.tensors if entry.cut}
+        assert len(cut) == 2 and HEAD in cut and found.total == whole.total
+        (problem,) = found.problems
+        for part in (str(file), f"{ends[-3] + 1:,} bytes of the {ends[-1]:,}", *cut):
+            assert part in problem
+        assert {entry.name for entry in found.tensors if full and not entry.values} == (cut if full else set())
+        assert found.tie and (found.tie.equal, found.tie.refused) == (None, False)
+        assert [health.side for health in found.matrices] == ["input"]
+    assert cli.run(["inspect", str(target)]) == 1
+    shown = capsys.readouterr().out
+    assert "is truncated" in shown and re.search(r"lm_head\.weight .* cut\n", shown)
+    assert cli.run(["load-hf", str(gpt2), "--check"]) == 1
+    assert "is truncated" in capsys.readouterr().err
+    compared = run_json(capsys, target, other, code=1)
+    assert (compared["equal"], compared["only_a"], compared["problems"]) == (28 - 1, [], [[problem], []])
 
 
 def test_a_tensor_in_two_shards_is_a_problem_and_listed_where_it_first_stands(gpt2: Path) -> None:
@@ -563,8 +596,8 @@ def test_a_pickle_is_inspected_like_any_other_file(gpt2: Path, capsys: pytest.Ca
     assert found["matrices"] == plain["matrices"] and found["problems"] == []
 
 
-def run_json(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> Any:
-    assert cli.run(["inspect", *map(str, arguments), "--json"]) == 0
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str | Path, code: int = 0) -> Any:
+    assert cli.run(["inspect", *map(str, arguments), "--json"]) == code
     return json.loads(capsys.readouterr().out)
 
 
@@ -579,6 +612,7 @@ def test_json_holds_every_field_and_nothing_else(gpt2: Path, capsys: pytest.Capt
         "bytes": 4096,
         "file": "model.safetensors",
         "role": "model",
+        "cut": False,
         "values": None,
     }
 
@@ -622,10 +656,10 @@ def test_a_view_of_seven_billion_parameters_is_one_screen(tmp_path: Path, capsys
 
 def test_names_in_brackets_are_shown_as_they_are(gpt2: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(gpt2, read(gpt2) | {"[bold]x[/nonsense]": ("F32", floats((2,)))})
-    assert cli.run(["inspect", str(gpt2)]) == 0
+    assert cli.run(["inspect", str(gpt2)]) == 1
     shown = capsys.readouterr().out
     assert "left over (1): [bold]x[/nonsense]" in shown and "\n[bold]x[/nonsense] " in shown
-    assert cli.run(["inspect", str(gpt2), str(gpt2 / "model.safetensors")]) == 0
+    assert cli.run(["inspect", str(gpt2), str(gpt2 / "model.safetensors")]) == 1
 
 
 # Two checkpoints.
@@ -763,10 +797,10 @@ def test_configs_that_differ_and_problems_are_said_where_tensors_are_equal(
     config = json.loads((other / "config.json").read_text())
     layers = config["n_layer"]
     (other / "config.json").write_text(json.dumps(config | {"n_layer": layers + 1}))
-    found = run_json(capsys, gpt2, other)
+    found = run_json(capsys, gpt2, other, code=1)
     assert found["config"] == [{"field": "num_layers", "a": layers, "b": layers + 1}] and not found["different"]
     assert found["problems"] == [[], list(inspection.inspect(other).problems)] and found["problems"][1]
-    assert cli.run(["inspect", str(gpt2), str(other)]) == 0
+    assert cli.run(["inspect", str(gpt2), str(other)]) == 1
     shown = capsys.readouterr().out
     assert f"num_layers {layers}, {layers + 1}" in shown and "problem in b" in shown and "problem in a" not in shown
 

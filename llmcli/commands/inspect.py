@@ -49,10 +49,10 @@ def run(
     revision: Revision = None,
     offline: Offline = False,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Show what is in a checkpoint, fitting or not, without loading it; of two, what lies between them.
 
-    Of a repository on the Hub only headers are fetched.
+    Of a repository on the Hub only headers are fetched. Exits with 1 where there are problems.
 
     Example: llmcli inspect runs/glasslm/best --tensors '*.ln_*'
     """
@@ -63,8 +63,9 @@ def run(
             targets.find_checkpoint(target, revision=revision, offline=offline),
             targets.find_checkpoint(other, offline=offline),
         ]
-        emit(_compare((target, other), paths, patterns), view_differences, as_json)
-        return
+        differences = _compare((target, other), paths, patterns)
+        emit(differences, view_differences, as_json)
+        return int(any(differences.problems))
     remote = None
     if targets.repo_id(target, revision) and not full:
         headers = targets.read_headers(target, revision=revision, offline=offline)
@@ -85,6 +86,7 @@ def run(
     if patterns:
         found = inspection.select(found, patterns)
     emit(found, lambda found: view(found, one_by_one=bool(patterns)), as_json)
+    return int(bool(found.problems))
 
 
 class _Files:
@@ -111,10 +113,15 @@ class _Files:
 
 def _compare(targets: tuple[str, str], paths: list[Path], patterns: list[str] | None) -> Differences:
     from llmcli import differences, inspection
+    from llmcli.mapping import canonical
 
     files = _Files()
     a, b = (inspection.open_files(path, files.read_file)[0] for path in paths)
-    pairs = differences.pair(a, b, lambda name: not patterns or any(fnmatch.fnmatchcase(name, p) for p in patterns))
+    cut = {canonical(name) for name in a.cut | b.cut}
+    wanted = [name for name in (*a.infos, *b.infos) if canonical(name) not in cut]
+    if patterns:
+        wanted = [name for name in wanted if any(fnmatch.fnmatchcase(name, p) for p in patterns)]
+    pairs = differences.pair(a, b, set(wanted).__contains__)
     found = []
     total = sum(info.end - info.start for both in pairs.both.values() for info in both)
     with progress("comparing", total, "B") as advance:
@@ -230,7 +237,8 @@ def _tensors(found: Inspection, one_by_one: bool) -> Fit:
             cells += _values(group.entries)
         if len(number) > 1:
             cells.append(_shards(sorted({number[entry.file] for entry in group.entries})))
-        made.add_row(Text(group.name), *cells, "" if first.role == "model" else first.role)
+        signs = ("" if first.role == "model" else first.role, "cut" if first.cut else "")
+        made.add_row(Text(group.name), *cells, ", ".join(filter(None, signs)))
     return Fit(made)
 
 
