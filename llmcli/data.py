@@ -330,6 +330,10 @@ def check_length(data: Data, context: int) -> None:
         )
 
 
+AHEAD = 4096
+"""Sequences whose places are computed at once: some milliseconds, and 32 kB."""
+
+
 def windows(tokens: int, context: int) -> int:
     """How many windows of `context` predictions a text is cut into; the rest at its end is left out."""
     return (tokens - 1) // context
@@ -346,6 +350,21 @@ def starts(tokens: int, context: int, first: int, count: int, seed: int, shuffle
     size = windows(tokens, context)
     epoch, index = np.divmod(number, np.uint64(size))
     return permuted(index, size, _mix(epoch, _key(seed))).astype(np.int64) * context
+
+
+class Order:
+    """`starts`, asked for a batch at a time and computed for thousands, which costs hardly more than for one."""
+
+    def __init__(self, tokens: int, context: int, seed: int, shuffle: str) -> None:
+        self._of = tokens, context, seed, shuffle
+        self._first, self._begin = 0, np.empty(0, dtype=np.int64)
+
+    def __call__(self, first: int, count: int) -> Ids:
+        """Where the sequences number `first` to `first + count - 1` of a run begin."""
+        if not self._first <= first <= first + count <= self._first + len(self._begin):
+            tokens, context, seed, shuffle = self._of
+            self._first, self._begin = first, starts(tokens, context, first, max(count, AHEAD), seed, shuffle)
+        return self._begin[first - self._first :][:count]
 
 
 def sequences(tokens: Tokens, context: int, begin: Ids) -> Ids:

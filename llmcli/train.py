@@ -213,6 +213,8 @@ class Run:
         self.objective = distributed.spread(
             Objective(self.model), self.model.blocks, self.config.strategy, processes, bool(recipe.model.num_experts)
         )
+        self.order = data.Order(len(text.train), self.context, self.config.seed, recipe.data.shuffle)
+        self.weights = list(self.model.parameters())  # as spread; looking for them takes longer than a small product
         self.optimizer, self.groups = make_optimizer(self.model, self.config)
         if source:
             read_moments(source / MOMENTS, self.model, self.optimizer)
@@ -245,14 +247,15 @@ class Run:
         began, rate = time.perf_counter(), learning_rate(self.config, step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        torch.manual_seed(seed_of(self.config.seed, step, self.processes.rank))
+        if self.recipe.model.dropout:
+            torch.manual_seed(seed_of(self.config.seed, step, self.processes.rank))
         total = torch.zeros((), device=self.device)
         for micro in range(self.accumulation):
             with distributed.exchanging(self.objective, last=micro + 1 == self.accumulation):
                 value = self.prepared.loss_of(*self.batch(step, micro))
                 torch.autograd.backward(value * (self.processes.count / self.step_tokens))  # DDP and FSDP take the mean
             total += value.detach()
-        weights = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        weights = [weight for weight in self.weights if weight.grad is not None]
         norm = distributed.scalar(nn.utils.get_total_norm([cast(Tensor, weight.grad) for weight in weights]))
         mean, size = torch.stack((self.processes.total(total) / self.step_tokens, norm)).tolist()
         if not (math.isfinite(mean) and math.isfinite(size)):
@@ -268,10 +271,9 @@ class Run:
 
     def batch(self, step: int, micro: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of one micro-batch, (B, T) each."""
-        size, tokens = self.config.batch_size, self.text.train
+        size = self.config.batch_size
         first = step * self.sequences + (micro * self.processes.count + self.processes.rank) * size
-        begin = data.starts(len(tokens), self.context, first, size, self.config.seed, self.recipe.data.shuffle)
-        both = torch.from_numpy(data.sequences(tokens, self.context, begin))
+        both = torch.from_numpy(data.sequences(self.text.train, self.context, self.order(first, size)))
         return both[:, :-1].to(self.device), both[:, 1:].to(self.device)
 
     @torch.no_grad()
@@ -299,7 +301,7 @@ class Run:
 
     def save(self, state: State, name: str) -> Saved:
         """Write `out/name`, whole or not at all; `last` with all that a run needs to go on from it."""
-        norm = distributed.scalar(nn.utils.get_total_norm(list(self.model.parameters())))
+        norm = distributed.scalar(nn.utils.get_total_norm(self.weights))
         if not math.isfinite(float(norm)):
             raise TrainingError(f"step {state.step}: a weight is not finite", self.advice())
         moments = moments_of(self.model, self.optimizer) if name != "best" else {}
@@ -495,8 +497,11 @@ def make_optimizer(model: Decoder, config: TrainConfig) -> tuple[torch.optim.Ada
         "norms and biases": 0.0,
     }
     sorts = {name: members for name, members in sorts.items() if members}
+    by_decay: dict[float, list[nn.Parameter]] = {}  # each of the optimiser's own groups is a call more in every step
+    for name, members in sorts.items():
+        by_decay.setdefault(decay[name], []).extend(members)
     optimizer = torch.optim.AdamW(
-        [{"params": members, "weight_decay": decay[name]} for name, members in sorts.items()],
+        [{"params": members, "weight_decay": value} for value, members in by_decay.items()],
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.epsilon,

@@ -327,6 +327,17 @@ def test_a_step_is_the_same_however_it_is_divided(first: int, parts: list[int]) 
         assert np.array_equal(whole, np.concatenate(pieces))
 
 
+@given(asked=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12)), min_size=1, max_size=12))
+@settings(max_examples=40, deadline=None)
+def test_places_computed_ahead_are_those_computed_when_asked(asked: list[tuple[int, int]]) -> None:
+    for shuffle in ("windows", "random"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(data, "AHEAD", 10)
+            order = data.Order(100, 7, 3, shuffle)
+            for first, count in asked:
+                assert np.array_equal(order(first, count), data.starts(100, 7, first, count, 3, shuffle))
+
+
 @pytest.mark.parametrize("length", range(8, 30))
 def test_windows_fill_a_text_of_any_length_and_never_leave_it(length: int) -> None:
     size = data.windows(length, 7)
