@@ -292,8 +292,9 @@ class Why(msgspec.Struct, frozen=True):
 
 
 @torch.inference_mode()
-def predictions(model: Decoder, tokenizer: Tokenizer, ids: Sequence[int], count: int) -> Iterator[Prediction]:
-    """What the model expects after each of the tokens, with its `count` best guesses."""
+def predictions(model: Decoder, tokenizer: Tokenizer | None, ids: Sequence[int], count: int) -> Iterator[Prediction]:
+    """What the model expects after each of the tokens, with its `count` best guesses. Without a tokenizer tokens are
+    called by their ids."""
     hidden = _states(model, tokenizer, ids)
     rows = max(1, LOGITS // model.config.vocab_size)
     for start in range(0, len(ids), rows):
@@ -306,22 +307,22 @@ def predictions(model: Decoder, tokenizer: Tokenizer, ids: Sequence[int], count:
             def guess(id: int, row: Tensor = row, total: float = float(totals[place])) -> Guess:
                 logit = float(row[id])
                 rank = 1 + int((row > row[id]).sum())
-                return Guess(id, tokenizer.token(id), logit, math.exp(logit - total), rank)
+                return Guess(id, _spelling(tokenizer, id), logit, math.exp(logit - total), rank)
 
             position = start + place
             following = guess(ids[position + 1]) if position + 1 < len(ids) else None
             top = tuple(guess(id) for id in best[place].tolist())
-            yield Prediction(position, ids[position], tokenizer.token(ids[position]), top, following)
+            yield Prediction(position, ids[position], _spelling(tokenizer, ids[position]), top, following)
 
 
 @torch.inference_mode()
-def why(model: Decoder, tokenizer: Tokenizer, ids: Sequence[int], candidate: int, position: int = -1) -> Why:
+def why(model: Decoder, tokenizer: Tokenizer | None, ids: Sequence[int], candidate: int, position: int = -1) -> Why:
     """The parts of one candidate's logit after the token at `position`, computed in float64."""
     if not -len(ids) <= position < len(ids):
         raise UsageError(
             f"position {position} is outside the text's {len(ids)} tokens", f"Choose from 0 to {len(ids) - 1}."
         )
-    check_ids([candidate], model.config.vocab_size, tokenizer.size)
+    check_ids([candidate], model.config.vocab_size, tokenizer.size if tokenizer else None)
     state = _states(model, tokenizer, ids)[position]
     head = model.output_projection
     row = (model.token_embeddings if head is None else head).weight[candidate].double()
@@ -330,7 +331,7 @@ def why(model: Decoder, tokenizer: Tokenizer, ids: Sequence[int], candidate: int
     return Why(
         position=position % len(ids),
         id=candidate,
-        token=tokenizer.token(candidate),
+        token=_spelling(tokenizer, candidate),
         logit=float(model.scores(state[None])[0, candidate]),
         dot=dot,
         state_norm=state_norm,
@@ -341,9 +342,13 @@ def why(model: Decoder, tokenizer: Tokenizer, ids: Sequence[int], candidate: int
     )
 
 
-def _states(model: Decoder, tokenizer: Tokenizer, ids: Sequence[int]) -> Tensor:
+def _spelling(tokenizer: Tokenizer | None, id: int) -> str:
+    return tokenizer.token(id) if tokenizer else str(id)
+
+
+def _states(model: Decoder, tokenizer: Tokenizer | None, ids: Sequence[int]) -> Tensor:
     """The states (N, d) that the output scores."""
     if not ids:
         raise UsageError("the text has no token", "Give some text.")
-    check_ids(ids, model.config.vocab_size, tokenizer.size)
+    check_ids(ids, model.config.vocab_size, tokenizer.size if tokenizer else None)
     return model.hidden(torch.tensor([list(ids)], device=model.token_embeddings.weight.device))[0]

@@ -126,6 +126,33 @@ def test_the_command_in_a_table(folder: Path, capsys: pytest.CaptureFixture[str]
     assert lines[0].split()[:4] == ["position", "token", "next", "rank"]
     assert [line.count("%") for line in lines[1:4]] == [4, 4, 3]
     assert lines[-2].split()[:3] == ["position", "candidate", "logit"] and lines[-1].split()[1] == "a"
+    assert lines[-2].split()[-1] == "bias", "no column for the cap that this model has not"
+
+
+def test_a_cap_has_its_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint.save(wild("gemma2", tie_word_embeddings=True, logit_softcap=2.0), tmp_path / "m", extra_files=BYTES.save)
+    assert cli.run(["logits", str(tmp_path / "m"), "hi!", "--why", "a"]) == 0
+    *_, headings, row = capsys.readouterr().out.splitlines()
+    assert headings.split()[-2:] == ["bias", "cap"] and row.split()[-1] == "2"
+
+
+def test_ids_are_read_as_the_text_they_stand_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for text in (["hi!"], ["--ids", ",".join(map(str, b"hi!"))]):
+        assert cli.run(["logits", str(folder), *text, "--why", "a", "--json"]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+
+
+def test_ids_need_no_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint.save(wild(), tmp_path / "model")
+    assert cli.run(["logits", str(tmp_path / "model"), "--ids", "5 299", "--why", "id:7", "--json"]) == 0
+    shown = capsys.readouterr()
+    found = json.loads(shown.out)
+    assert [p["token"] for p in found["positions"]] == ["5", "299"] and found["why"][0]["token"] == "7"
+    assert "tokens are shown as ids" in shown.err
+    assert cli.run(["logits", str(tmp_path / "model"), "--ids", "5,300"]) == 1
+    assert "300" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -135,6 +162,9 @@ def test_the_command_in_a_table(folder: Path, capsys: pytest.CaptureFixture[str]
         (["hi", "--why", "id:x"], 2, "id:x"),
         (["hi", "--why", "two"], 1, "'two' is 3 tokens"),
         (["", "--json"], 2, "no token"),
+        ([], 2, "a text or --ids"),
+        (["hi", "--ids", "1"], 2, "a text or --ids"),
+        (["--ids", "1,x"], 2, "not a list of numbers"),
     ],
 )
 def test_the_command_refuses(

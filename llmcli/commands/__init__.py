@@ -13,8 +13,11 @@ import typer
 from llmcli import completion
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from llmcli.mapping import Plan
     from llmcli.model import Decoder
+    from llmcli.tokenizer import Tokenizer
 
 GROUPS = ("Train", "Checkpoints", "Ask a model", "Look inside")
 """The headings of `llmcli --help`, in order; a command's file says `GROUP = "..."`."""
@@ -72,6 +75,7 @@ Offline = Annotated[
     typer.Option("--offline", help="Do not touch the network: use what the cache holds.", rich_help_panel=OPENING),
 ]
 Ids = Annotated[str | None, typer.Option(metavar="IDS", help="Give the text as token ids instead: '1,403,407'.")]
+ToRead = Annotated[str | None, typer.Argument(metavar="TEXT", help="The text that the model reads.")]
 Temperature = Annotated[
     float,
     typer.Option(
@@ -95,6 +99,31 @@ def given_ids(text: str) -> list[int]:
         return [int(word) for word in text.replace(",", " ").split()]
     except ValueError:
         raise UsageError(f"--ids {text}: not a list of numbers", "For example: --ids 1,403,407.") from None
+
+
+def one_text(command: str, text: str | None, ids: str | None) -> None:
+    """Raise UsageError unless there is a text or its ids, and not both."""
+    from llmcli.errors import UsageError
+
+    if (text is None) == (ids is None):
+        raise UsageError(
+            "give a text or --ids, one of them", f"For example: llmcli {command} CHECKPOINT 'Once upon a time'"
+        )
+
+
+def open_tokenizer(path: Path, needed: bool) -> Tokenizer | None:
+    """A checkpoint's tokenizer; None, with a note, where there is none that can be read and it is not needed."""
+    from llmcli import tokenizer
+    from llmcli.errors import TokenizerError
+    from llmcli.output import note
+
+    try:
+        return tokenizer.load(path)
+    except TokenizerError as error:
+        if needed:
+            raise
+        note(f"{error.message}; tokens are shown as ids")
+        return None
 
 
 def open_model(

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from llmcli.commands import Checkpoint, Device, Dtype, Keep, Offline, Revision, Tie, open_model
-from llmcli.commands.trace import open_tokenizer
+from llmcli.commands import Checkpoint, Device, Dtype, Keep, Offline, Revision, Tie, open_model, open_tokenizer
 from llmcli.errors import LlmcliError
 from llmcli.output import note, warn, write
 

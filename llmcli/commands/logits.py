@@ -8,13 +8,28 @@ import msgspec
 import typer
 
 from llmcli import output
-from llmcli.commands import AsJson, Checkpoint, Device, Dtype, Keep, Offline, Revision, Tie, open_model
+from llmcli.commands import (
+    AsJson,
+    Checkpoint,
+    Device,
+    Dtype,
+    Ids,
+    Keep,
+    Offline,
+    Revision,
+    Tie,
+    ToRead,
+    given_ids,
+    one_text,
+    open_model,
+    open_tokenizer,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from llmcli.evaluate import Guess, Prediction, Why
-
+    from llmcli.tokenizer import Tokenizer
 
 GROUP = "Ask a model"
 
@@ -28,7 +43,8 @@ class Report(msgspec.Struct, frozen=True):
 
 def run(
     checkpoint: Checkpoint,
-    text: Annotated[str, typer.Argument(metavar="TEXT", help="The text that the model reads.")],
+    text: ToRead = None,
+    ids: Ids = None,
     top_k: Annotated[
         int, typer.Option("--top-k", "-k", metavar="N", min=0, help="Show so many candidates a position.")
     ] = 5,
@@ -55,35 +71,35 @@ def run(
 
     Example: llmcli logits runs/glasslm/best "Once upon a" --why " time"
     """
-    from llmcli import evaluate, tokenizer
+    one_text("logits", text, ids)
+    from llmcli import evaluate
     from llmcli.errors import UsageError
     from llmcli.targets import find_checkpoint
 
     path = find_checkpoint(checkpoint, revision=revision, offline=offline)
-    coder = tokenizer.load(path)
-    ids = coder.encode(text)
-    if position is not None and not -len(ids) <= position < len(ids):
-        raise UsageError(f"--position {position}: the text has {len(ids)} tokens", f"Choose from 0 to {len(ids) - 1}.")
+    coder = open_tokenizer(path, needed=ids is None)
+    read = given_ids(ids) if ids is not None else coder.encode(text or "") if coder else []
+    if position is not None and not -len(read) <= position < len(read):
+        most = len(read) - 1
+        raise UsageError(f"--position {position}: the text has {len(read)} tokens", f"Choose from 0 to {most}.")
     candidates = [_candidate(coder, word) for word in why or ()]
     model = open_model(str(path), tie, keep, dtype, device=device)[0]
-    found = list(evaluate.predictions(model, coder, ids, top_k))
+    found = list(evaluate.predictions(model, coder, read, top_k))
     place = -1 if position is None else position
     report = Report(
         found if position is None else [found[position]],
-        [evaluate.why(model, coder, ids, candidate, place) for candidate in candidates],
+        [evaluate.why(model, coder, read, candidate, place) for candidate in candidates],
     )
     output.emit(report, view, as_json)
 
 
-def _candidate(coder: object, word: str) -> int:
+def _candidate(coder: Tokenizer | None, word: str) -> int:
     from llmcli.errors import UsageError
-    from llmcli.tokenizer import Tokenizer
 
-    assert isinstance(coder, Tokenizer)
-    if not word.startswith("id:") or coder.id(word) is not None:
+    if coder and (not word.startswith("id:") or coder.id(word) is not None):
         return coder.one_token(word)
     try:
-        return int(word[3:])
+        return int(word.removeprefix("id:"))
     except ValueError:
         raise UsageError(f"--why {word}: not a number", "For example: --why id:42.") from None
 
@@ -112,10 +128,12 @@ def view(report: Report) -> RenderableType:
     parts: list[RenderableType] = [output.Fit(table)]
     if report.why:
         reasons = output.table()
-        for column in ("position", "candidate", "logit", "state · row", "|state|", "|row|", "cosine", "bias", "cap"):
+        parted = ("state · row", "|state|", "|row|", "cosine", "bias")
+        capped = report.why[0].cap is not None  # by the model: all of them or none
+        for column in ("position", "candidate", "logit", *parted, *(["cap"] if capped else [])):
             reasons.add_column(column, justify="left" if column == "candidate" else "right")
         for w in report.why:
             numbers = [f"{n:.4f}" for n in (w.logit, w.dot, w.state_norm, w.row_norm, w.cosine, w.bias)]
-            reasons.add_row(str(w.position), Text(w.token), *numbers, "" if w.cap is None else f"{w.cap:g}")
+            reasons.add_row(str(w.position), Text(w.token), *numbers, *([f"{w.cap:g}"] if capped else []))
         parts += [Text(""), output.Fit(reasons)]
     return Group(*parts)

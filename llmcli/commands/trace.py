@@ -21,17 +21,19 @@ from llmcli.commands import (
     Seed,
     Temperature,
     Tie,
+    ToRead,
     given_ids,
+    one_text,
     open_model,
+    open_tokenizer,
 )
-from llmcli.errors import LlmcliError, TokenizerError, UsageError
+from llmcli.errors import LlmcliError, UsageError
 from llmcli.output import Fit, emit, note, shape, size, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from llmcli.lab import Lab
-    from llmcli.tokenizer import Tokenizer
     from llmcli.trace import Pass, Stage
 
 GROUP = "Look inside"
@@ -77,7 +79,7 @@ class Slice(msgspec.Struct, frozen=True):
 
 def run(
     checkpoint: Checkpoint,
-    text: Annotated[str | None, typer.Argument(metavar="TEXT", help="The text that the model reads.")] = None,
+    text: ToRead = None,
     ids: Ids = None,
     stage: Annotated[
         str | None,
@@ -125,8 +127,7 @@ def run(
 
     Example: llmcli trace runs/glasslm/best "Once upon a time" --stage blocks.0.weights --head 2
     """
-    if (text is None) == (ids is None):
-        raise UsageError("give a text or --ids, one of them", "For example: llmcli trace CHECKPOINT 'Once upon a time'")
+    one_text("trace", text, ids)
     from llmcli import trace
     from llmcli.generate import Sampling
     from llmcli.lab import Lab, Limits
@@ -169,19 +170,6 @@ def run(
         column_range = column_range or slice(0, COLUMNS)
     result = _cut(lab, begun.id, place, stage, head, row_range or slice(None), column_range or slice(None))
     emit(result, view_slice, as_json)
-
-
-def open_tokenizer(path: Path, needed: bool) -> Tokenizer | None:
-    """A checkpoint's tokenizer; None, with a note, where there is none that can be read and it is not needed."""
-    from llmcli import tokenizer
-
-    try:
-        return tokenizer.load(path)
-    except TokenizerError as error:
-        if needed:
-            raise
-        note(f"{error.message}; tokens are shown as ids")
-        return None
 
 
 def _in_numbers(lab: Lab, made: Pass) -> TracedPass:
