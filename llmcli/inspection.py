@@ -396,7 +396,8 @@ def _chunks(info: TensorInfo, read: ReadRows) -> Iterator[npt.NDArray[np.float64
     step = max(1, CHUNK_VALUES // max(1, prod(shape[1:])))
     for start in range(0, shape[0], step):
         stop = min(start + step, shape[0])
-        yield tensors.read_values(whole, start, stop, read).astype(np.float64).reshape(stop - start, -1)
+        with np.errstate(invalid="ignore"):  # a NaN that signals is a NaN
+            yield tensors.read_values(whole, start, stop, read).astype(np.float64).reshape(stop - start, -1)
 
 
 def _row_norms(info: TensorInfo, read: ReadRows) -> Iterator[list[float]]:

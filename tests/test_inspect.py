@@ -362,6 +362,13 @@ def test_of_a_file_cut_short_the_header_is_shown_and_the_tensors_that_are_not_wh
     assert (compared["equal"], compared["only_a"], compared["problems"]) == (28 - 1, [], [[problem], []])
 
 
+def test_a_nan_that_signals_is_counted_as_any(gpt2: Path) -> None:
+    arrays = read(gpt2)
+    arrays[EMBEDDING][1].view(np.uint32)[5, 3] = 0x7FA00000
+    write(gpt2, arrays)
+    assert any("1 values that are not finite" in problem for problem in inspection.inspect(gpt2, full=True).problems)
+
+
 def test_a_tensor_in_two_shards_is_a_problem_and_listed_where_it_first_stands(gpt2: Path) -> None:
     names = shard(gpt2)
     first = tensors.read_header(gpt2 / names[0])

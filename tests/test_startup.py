@@ -93,7 +93,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     embedding = tensors.read_header(folder / "model.safetensors")["model.embed_tokens.weight"]
     with (folder / "model.safetensors").open("r+b") as file:
         file.seek(embedding.start)
-        file.write(random.Random(0).randbytes(embedding.end - embedding.start - 4).replace(b"\x7f", b"\x3f"))
+        values = random.Random(0).randbytes(embedding.end - embedding.start - 4)
+        file.write(values.replace(b"\x7f", b"\x3f").replace(b"\xff", b"\xbf"))  # neither NaN nor infinite
     tokenizer.bytes_tokenizer().save(folder)
     return folder
 
