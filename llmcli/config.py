@@ -10,7 +10,7 @@ import difflib
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta
@@ -226,6 +226,13 @@ def parse(table: dict[str, Any], kind: type[T], source: str) -> T:
         message, _, where = str(error).partition(" - at ")
         where = where.strip("`").removeprefix("$").removeprefix(".")
         unknown = re.search(r"unknown field `(.*)`", message)
+        if word := re.fullmatch(r"Invalid enum value '(.*)'", message):
+            words = _words(kind, where)
+            near = difflib.get_close_matches(word[1], words, n=1)
+            hint = f"Did you mean '{near[0]}'? " if near else ""
+            raise ConfigError(
+                f"{source}: {where}: unknown value '{word[1]}'", f"{hint}Known: {', '.join(words)}."
+            ) from None
         if not unknown:
             what = re.sub(r"^Object missing required field `(.*)`$", r"the key '\1' is missing", message)
             raise ConfigError(
@@ -236,6 +243,15 @@ def parse(table: dict[str, Any], kind: type[T], source: str) -> T:
         near = difflib.get_close_matches(unknown[1], known, n=1)
         hint = f"Did you mean '{near[0]}'?" if near else f"Known keys: {', '.join(known)}."
         raise ConfigError(f"{source}: unknown key '{where + '.' if where else ''}{unknown[1]}'", hint) from None
+
+
+def _words(kind: Any, where: str) -> tuple[str, ...]:
+    """The words that the key `where` ("train.schedule") of a struct may hold."""
+    for key in where.split("."):
+        kinds = get_args(kind) or (kind,)  # of `RopeScaling | None` the struct
+        structs = [inner for inner in kinds if isinstance(inner, type) and issubclass(inner, msgspec.Struct)]
+        kind = next(field.type for inner in structs for field in msgspec.structs.fields(inner) if field.name == key)
+    return get_args(kind)
 
 
 def model_table(table: dict[str, Any], source: str) -> dict[str, Any]:

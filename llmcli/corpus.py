@@ -32,6 +32,9 @@ TABLES = (".parquet",)
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 KINDS = f"{', '.join((*PLAIN, *LINES, *TABLES))}, also with {', '.join(COMPRESSED)}"
 
+ENCODING = "in training --set data.encoding=..., for a tokenizer --encoding"
+FIELD = "in training --set data.field=..., elsewhere --field"
+
 _MARKS = (  # UTF-32's mark begins with UTF-16's: the longer ones come first
     (codecs.BOM_UTF8, "utf-8"),
     (codecs.BOM_UTF32_LE, "utf-32-le"),
@@ -221,12 +224,12 @@ def _text(path: Path, encoding: str) -> Iterator[str]:
             text = decoder.decode(chunk, final)
         except UnicodeDecodeError as error:
             place = offset - pending + error.start
-            hint = "Convert it, or name its encoding: --set data.encoding=cp1252 (or latin-1, utf-16, ...)."
+            hint = f"Convert it, or name its encoding (cp1252, latin-1, utf-16, ...): {ENCODING}."
             byte = f"byte {error.object[error.start]:#04x} at offset {place:,}"
             raise DataError(f"{path}: not {name.upper()} text ({byte})", hint) from None
         if "\0" in text:
             place = offset - pending + len(text[: text.index("\0")].encode(name, "replace"))
-            hint = "It is no text, or in UTF-16 without a mark: --set data.encoding=utf-16-le (or -be)."
+            hint = f"It is no text, or in UTF-16 without a mark (utf-16-le or utf-16-be): {ENCODING}."
             raise DataError(f"{path}: not text (a zero byte at offset {place:,})", hint)
         offset += len(chunk)
         return newlines.decode(text, final)
@@ -256,9 +259,7 @@ def _document(path: Path, number: int, line: str, field: str) -> str:
         raise DataError(f"{path}: line {number} is not JSON ({error})", "Each line must be one JSON object.") from None
     if not isinstance(row, dict) or not isinstance(row.get(field), str):
         found = f"it has {', '.join(map(repr, row))}" if isinstance(row, dict) else "it is no object"
-        raise DataError(
-            f"{path}: line {number} has no text under '{field}' ({found})", "Name the key: --set data.field=..."
-        )
+        raise DataError(f"{path}: line {number} has no text under '{field}' ({found})", f"Name the key: {FIELD}.")
     text: str = row[field]
     try:
         text.encode()
@@ -281,13 +282,11 @@ def _rows(path: Path, field: str) -> Iterator[str]:
         file = parquet.ParquetFile(path)
         names = file.schema_arrow.names
         if field not in names:
-            raise DataError(
-                f"{path}: no column '{field}' (it has {', '.join(names)})", "Name the column: --set data.field=..."
-            )
+            raise DataError(f"{path}: no column '{field}' (it has {', '.join(names)})", f"Name the column: {FIELD}.")
         for batch in file.iter_batches(batch_size=1024, columns=[field]):
             for text in batch.column(0).to_pylist():
                 if text is not None and not isinstance(text, str):
-                    raise DataError(f"{path}: column '{field}' holds no text", "Name another: --set data.field=...")
+                    raise DataError(f"{path}: column '{field}' holds no text", f"Name another: {FIELD}.")
                 yield newline(text or "")
     except LlmcliError:
         raise

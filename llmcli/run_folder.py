@@ -202,7 +202,10 @@ def tidy(out: Path) -> None:
 
 
 def clean_metrics(path: Path, step: int) -> None:
-    """Leave in metrics.jsonl what had happened when the checkpoint of `step` was written: the rest will come again."""
+    """Leave in metrics.jsonl what had happened when the checkpoint of `step` was written: the rest will come again.
+
+    Raises TrainingError where the disk refuses; the file is then what it was.
+    """
     if not path.exists():
         return
     kept = []
@@ -214,5 +217,11 @@ def clean_metrics(path: Path, step: int) -> None:
         if event.get("step", 0) <= step and event.get("event") != "done":
             kept.append(line if line.endswith(b"\n") else line + b"\n")
     aside = path.with_name(f".{path.name}.writing")
-    aside.write_bytes(b"".join(kept))
-    aside.replace(path)
+    try:
+        aside.write_bytes(b"".join(kept))
+        aside.replace(path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise TrainingError(
+            f"{path}: cannot be written ({error.strerror})", "Make room for it; nothing was changed."
+        ) from None

@@ -36,7 +36,7 @@ def test_every_preset_reads_completes_and_says_where_its_sizes_come_from() -> No
         ("vocab_size", 10**12, "vocab_size: expected `int` <="),
         ("dropout", 1.0, "dropout: expected `float` < 1.0"),
         ("tie_word_embeddings", "yes", "tie_word_embeddings: expected `bool`, got `str`"),
-        ("rope_scaling", {"type": "dynamic"}, "rope_scaling.type: invalid enum value 'dynamic'"),
+        ("rope_scaling", {"type": "dynamic"}, "rope_scaling.type: unknown value 'dynamic'"),
     ],
 )
 def test_a_wrong_key_or_value_is_named_with_its_file(tmp_path: Path, key: str, value: object, message: str) -> None:
@@ -108,6 +108,22 @@ def test_an_unknown_setting_names_the_nearest_key(tmp_path: Path) -> None:
     path.write_text(json.dumps({"model": MODEL}))
     with pytest.raises(ConfigError, match=r"unknown key 'train.learning_rat'|Did you mean"):
         read_recipe(path, ["train.learning_rat=1"])
+
+
+@pytest.mark.parametrize(
+    ("setting", "hint"),
+    [
+        ("train.schedule=cosin", "Did you mean 'cosine'? Known: cosine, linear, constant, wsd."),
+        ("data.shuffle=none", "Known: windows, random."),
+        ('model.rope_scaling={type="dynamic"}', "Known: linear, llama3, yarn."),
+    ],
+)
+def test_an_unknown_word_names_those_that_are_known(tmp_path: Path, setting: str, hint: str) -> None:
+    path = tmp_path / "recipe.json"
+    path.write_text(json.dumps({"model": MODEL}))
+    with pytest.raises(ConfigError, match=rf"{setting.split('=')[0]}.*: unknown value") as caught:
+        read_recipe(path, [setting])
+    assert caught.value.hint == hint
 
 
 def test_a_name_that_is_nothing_lists_the_presets_and_the_nearest() -> None:

@@ -62,6 +62,7 @@ def test_one_byte_of_windows_text_is_refused_with_file_and_offset(tmp_path: Path
     with pytest.raises(DataError, match=r"quotes\.txt.*0x92 at offset 1,400,003") as caught:
         documents(path)
     assert "cp1252" in caught.value.hint
+    assert all(option in caught.value.hint for option in ("--set data.encoding", "--encoding"))
     (tmp_path / "marked.txt").write_bytes(codecs.BOM_UTF8 + b"it\x92s")
     with pytest.raises(DataError, match=r"0x92 at offset 5\)"):
         documents(tmp_path / "marked.txt")
@@ -161,8 +162,10 @@ def test_a_line_of_json_is_a_document(tmp_path: Path) -> None:
 )
 def test_a_wrong_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     (tmp_path / "a.jsonl").write_text(f'{{"text": "fine"}}\n{line}\n')
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=message) as caught:
         documents(tmp_path / "a.jsonl")
+    if "no text under" in message:
+        assert all(option in caught.value.hint for option in ("--set data.field", "--field"))
 
 
 def test_a_folder_gives_its_texts_to_the_leaves_in_a_fixed_order(tmp_path: Path) -> None:

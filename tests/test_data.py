@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -125,6 +126,22 @@ def test_a_text_longer_than_a_batch_is_encoded_as_if_whole(
     cut = int(len(text) * 0.9)
     assert made.train.tolist() == made.tokenizer.encode(text[:cut], special=False)
     assert made.validation.tolist() == made.tokenizer.encode(text[cut:], special=False)
+
+
+def test_a_text_streams_through_in_memory_that_does_not_grow_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "BATCH", 1 << 15)
+    monkeypatch.setattr(corpus, "CHUNK", 1 << 14)
+    peaks = []
+    for size in (1, 8):
+        path = tmp_path / f"{size}.txt"
+        path.write_text("all the king's horses\n" * 12_000 * size)  # 264 kB, 2.1 MB
+        tracemalloc.start()
+        prepared(tmp_path, path=str(path), tokenizer="byte")
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.3 * peaks[0]
 
 
 def test_a_tokenizer_that_may_not_be_cut_gets_documents_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -445,6 +445,43 @@ def test_metrics_after_the_checkpoint_are_dropped_for_they_come_again(tmp_path: 
     assert path.read_text() == kept
 
 
+def test_metrics_that_cannot_be_cleaned_are_named_and_left_as_they_are(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    run(recipe(text, max_steps=1), out)
+    before = (out / "metrics.jsonl").read_bytes()
+    real = Path.write_bytes
+
+    def full(path: Path, content: bytes) -> int:
+        if "metrics" not in path.name:
+            return real(path, content)
+        real(path, content[:9])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(TrainingError, match=r"metrics\.jsonl: cannot be written \(No space left"):
+        run(recipe(text, max_steps=2), out, resume=True)
+    assert (out / "metrics.jsonl").read_bytes() == before
+    assert {path.name for path in out.iterdir()} == {".lock", "best", "last", "metrics.jsonl"}
+
+
+def test_where_what_happens_cannot_be_written_the_run_stops_with_its_last_checkpoint(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, real = tmp_path / "run", Path.open
+
+    def full(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.name == "metrics.jsonl" and (out / "last").exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(TrainingError, match=r"metrics\.jsonl: cannot be written \(No space left") as caught:
+        run(recipe(text), out)
+    assert "last holds step 5: --resume" in caught.value.hint
+
+
 # Starting from weights
 
 

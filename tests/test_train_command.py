@@ -326,6 +326,25 @@ def test_a_full_disk_loses_nothing_older(recipe: Path, tmp_path: Path) -> None:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
+@pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="mounting needs root on Linux")
+def test_a_read_only_folder_is_refused_and_what_it_holds_is_left(recipe: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("no mounting here")
+    try:
+        assert run(recipe, "--out", disk / "run", "--set", "train.max_steps=2", "--json") == 0
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        for out, more in (("new", []), ("run", ["--resume", "--set", "train.max_steps=4"])):
+            result = llmcli("train", recipe, "--out", disk / out, *more)
+            assert result.returncode == 1
+            assert result.stderr.startswith(f"error: {disk / out}: cannot be written (Read-only file system)")
+        assert run_folder.read_state(disk / "run" / "last").step == 2
+        tensors.read_checkpoint(disk / "run" / "last")
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
 # Streams
 
 
@@ -552,6 +571,28 @@ def test_plot_and_csv_are_made_of_the_metrics(recipe: Path, tmp_path: Path, caps
     assert (tmp_path / "c.svg").read_text().startswith("<?xml")
 
 
+def test_a_file_beside_the_run_that_cannot_be_written_does_not_end_it(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    (out / "metrics.csv").mkdir(parents=True)
+    assert run(recipe, "--out", out, "--set", "train.max_steps=4", "--csv", "--json") == 0
+    assert capsys.readouterr().err == (
+        f"warning: {out / 'metrics.csv'}: cannot be written (Is a directory); the run goes on\n"
+    )
+    assert run_folder.read_state(out / "last").step == 4
+
+
+def test_curves_of_a_run_without_a_step_are_left_out(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    out, picture = tmp_path / "run", tmp_path / "c.svg"
+    assert run(recipe, "--out", out, "--set", "train.time_limit=1e-9", "--csv", "--plot", picture, "--json") == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["step"] == 0
+    assert not picture.exists() and not (out / "metrics.csv").exists()
+
+
 def test_tensorboard_gets_steps_and_evaluations_once(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -614,6 +655,20 @@ def test_train_tokenizer_gives_the_same_file_for_the_same_text(
     assert first["vocab_size"] == 270 and first["characters"] == len(TEXT) and first["bytes_per_token"] > 1
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_train_tokenizer_says_when_the_text_gives_fewer_tokens_than_were_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "one.txt").write_text(TEXT)
+    arguments = ["train-tokenizer", str(tmp_path / "one.txt"), "--out", str(tmp_path / "a"), "--json"]
+    assert cli.run([*arguments, "--vocab-size", "9000"]) == 0
+    shown = capsys.readouterr()
+    size = json.loads(shown.out)["vocab_size"]
+    assert size < 9000
+    assert f"note: 9,000 tokens were asked for: the text gives {size:,}" in shown.err
+    assert cli.run([*arguments, "--vocab-size", "270"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("kind, size", [("char", len(set(TEXT))), ("byte", 257)])

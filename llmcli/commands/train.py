@@ -168,8 +168,7 @@ def run(
 
         for event in train.train(made.recipe, folder, resume=resume, init_from=source, stop=stop):
             audience(event)
-            for follow in followers:
-                follow(event)
+            followers = [follow for follow in followers if kept_up(follow, event)]
     return EXIT_CODES.get(stop() or "", 0)
 
 
@@ -304,23 +303,37 @@ def followers_of(folder: Path, plot: Path | None, csv: bool, tensorboard: bool) 
 
     if not leads():
         return
+
+    def empty(event: Event) -> bool:  # a run that was interrupted before its first step
+        return isinstance(event, events.Done) and not event.tokens and event.best_step is None
+
     if plot:
         picture = check(plot)
 
         def draw(event: Event) -> None:
-            if isinstance(event, events.Done):
+            if isinstance(event, events.Done) and not empty(event):
                 curves.draw([curves.read(folder)], picture)
 
         yield draw
     if csv:
 
         def write(event: Event) -> None:
-            if isinstance(event, events.Eval | events.Done):
+            if isinstance(event, events.Eval | events.Done) and not empty(event):
                 (folder / "metrics.csv").write_text(curves.as_csv(curves.read(folder)), encoding="utf-8")
 
         yield write
     if tensorboard:
         yield tensorboard_writer(folder)
+
+
+def kept_up(follow: Callable[[Event], None], event: Event) -> bool:
+    """Tell a follower; whether it can be told more. A run does not end for a file beside it that cannot be written."""
+    try:
+        follow(event)
+    except OSError as error:
+        warn(f"{error.filename or 'a file beside the run'}: cannot be written ({error.strerror}); the run goes on")
+        return False
+    return True
 
 
 def tensorboard_writer(folder: Path) -> Callable[[Event], None]:

@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from llmcli.commands import OUTPUT, AsJson, Field
-from llmcli.output import emit, facts, progress
+from llmcli.output import emit, facts, note, progress
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -69,6 +69,8 @@ def run(
             made = tokenizer.train_bpe(texts(), vocab_size)
         else:
             made = tokenizer.characters(texts()) if kind == "char" else tokenizer.bytes_tokenizer()
+    if kind == "bpe" and made.size < vocab_size:
+        note(f"{vocab_size:,} tokens were asked for: the text gives {made.size:,}, no further pair comes twice in it")
     try:
         made.save(out)
     except OSError as error:
