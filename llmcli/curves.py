@@ -20,9 +20,13 @@ COLUMNS = (
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
-    """One run's steps and evaluations, as they stand in its metrics: a table of numbers for each logged step."""
+    """One run's steps and evaluations, as they stand in its metrics: a table of numbers for each logged step.
+
+    `start` is what the run said of itself when it last began; empty where it did not.
+    """
 
     name: str
+    start: dict[str, Any]
     steps: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
 
@@ -48,6 +52,7 @@ def read(run: Path) -> Curve:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror})", "Give the folder of a training run.") from None
+    start: dict[str, Any] = {}
     steps, evaluations = [], []
     for line in lines:
         try:
@@ -59,9 +64,12 @@ def read(run: Path) -> Curve:
             steps.append(event)
         elif kind == "eval" and _has(event, "step", "val_loss"):
             evaluations.append(event)
+        elif kind == "start" and _has(event, "parameters", "tie_word_embeddings"):
+            start = event
     if not steps and not evaluations:
         raise UsageError(f"{path}: no steps in it", "Give the folder of a training run.")
-    return Curve(name=run.name if run.is_dir() else run.parent.name, steps=steps, evaluations=evaluations)
+    name = run.name if run.is_dir() else run.parent.name
+    return Curve(name=name, start=start, steps=steps, evaluations=evaluations)
 
 
 def draw(curves: list[Curve], path: Path) -> None:

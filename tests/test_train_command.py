@@ -616,14 +616,19 @@ def test_tensorboard_gets_steps_and_evaluations_once(
 
 
 def test_curves_compares_runs(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, steps in (("a", 2), ("b", 4)):
-        assert run(recipe, "--out", tmp_path / name, "--set", f"train.max_steps={steps}", "--json") == 0
+    for name, steps, tied in (("a", 2, "true"), ("b", 4, "false")):
+        settings = ("--set", f"train.max_steps={steps}", "--set", f"model.tie_word_embeddings={tied}")
+        assert run(recipe, "--out", tmp_path / name, *settings, "--json") == 0
     with (tmp_path / "b" / "metrics.jsonl").open("a") as file:
         file.write('{"event":"st')  # as a killed run leaves it
     capsys.readouterr()
     assert cli.run(["curves", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
     a, b = json.loads(capsys.readouterr().out)
     assert (a["run"], a["steps"], b["steps"], b["best_step"]) == ("a", 2, 4, 4)
+    assert (a["tied"], b["tied"]) == (True, False) and b["parameters"] > a["parameters"] > 0
+    assert cli.run(["curves", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    shown = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+    assert shown == [["run", "output"], ["a", "tied"], ["b", "untied"]]
     assert b["best_loss"] == run_folder.read_state(tmp_path / "b" / "last").best_loss
     assert cli.run(["curves", str(tmp_path / "a"), "--plot", str(tmp_path / "a.png")]) == 0
     assert (tmp_path / "a.png").stat().st_size > 5000

@@ -29,9 +29,11 @@ Csv = Annotated[
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one run stands, and the best it reached; None where nothing was evaluated."""
+    """What is trained, where the run stands, and the best it reached; None where nothing was said or evaluated."""
 
     run: str
+    parameters: int | None
+    tied: bool | None
     steps: int
     tokens: int
     loss: float | None
@@ -72,6 +74,8 @@ def summary(curve: Curve) -> Summary:
     speeds = sorted(row["tokens_per_second"] for row in curve.steps)
     return Summary(
         run=curve.name,
+        parameters=curve.start.get("parameters"),
+        tied=curve.start.get("tie_word_embeddings"),
         steps=last.get("step", 0),
         tokens=last.get("tokens", 0),
         loss=last.get("loss"),
@@ -86,13 +90,16 @@ def view(curves: list[Curve]) -> Fit:
     """One row a run."""
     made = table()
     made.add_column("run", overflow="fold", min_width=8)
-    for name in ("steps", "tokens", "loss", "best val loss", "at step", "bits/byte", "tokens/s"):
+    made.add_column("output")
+    for name in ("parameters", "steps", "tokens", "loss", "best val loss", "at step", "bits/byte", "tokens/s"):
         made.add_column(name, justify="right")
     made.add_column("loss by step", no_wrap=True)
     for curve in curves:
         row = summary(curve)
         made.add_row(
             row.run,
+            "–" if row.tied is None else "tied" if row.tied else "untied",
+            "–" if row.parameters is None else quantity(row.parameters),
             f"{row.steps:,}",
             quantity(row.tokens),
             "–" if row.loss is None else f"{row.loss:.4f}",
