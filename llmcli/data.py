@@ -23,7 +23,7 @@ from llmcli import corpus, tokenizer
 from llmcli.config import DataConfig
 from llmcli.corpus import Corpus, Piece, Survey
 from llmcli.errors import DataError, UsageError
-from llmcli.events import Progress
+from llmcli.events import Progress, Source
 from llmcli.tokenizer import Tokenizer
 
 Ids = npt.NDArray[np.int64]
@@ -62,6 +62,7 @@ class Data(msgspec.Struct, frozen=True):
     train: Tokens
     validation: Tokens
     info: Info
+    source: Source
 
     @property
     def fingerprint(self) -> str:
@@ -107,7 +108,14 @@ def prepare(config: DataConfig, vocab_size: int, fallback: Path) -> Generator[Pr
     if info is None:
         raise DataError(f"{folder}: the tokens just written cannot be read back", "Look after the disk.")
     kind = f"<u{info.itemsize}"
-    return Data(made, _map(folder / "train.bin", kind), _map(folder / "validation.bin", kind), info)
+    both = [(source, seen), *([(held_out, held_out_seen)] if held_out and held_out_seen else [])]
+    read = Source(
+        files=sum(len(corpus.files) for corpus, _ in both),
+        documents=sum(survey.documents for _, survey in both),
+        characters=total,
+        bytes=sum(survey.bytes for _, survey in both),
+    )
+    return Data(made, _map(folder / "train.bin", kind), _map(folder / "validation.bin", kind), info, read)
 
 
 def finished(preparing: Generator[Progress, None, Data]) -> Data:

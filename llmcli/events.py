@@ -22,6 +22,15 @@ class Group(msgspec.Struct, frozen=True):
     parameters: int
 
 
+class Source(msgspec.Struct, frozen=True):
+    """What text was read, held-out text included; `bytes` as UTF-8. No file: the corpus that Python carries."""
+
+    files: int
+    documents: int
+    characters: int
+    bytes: int
+
+
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start", tag_field="event"):
     """What is going to be trained. `step` is where it goes on from; `tokens` are counted, `step_tokens` per step."""
 
@@ -32,6 +41,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start", tag_field="e
     tie_word_embeddings: bool
     vocab_size: int
     context: int
+    source: Source
     train_tokens: int
     validation_tokens: int
     step_tokens: int

@@ -102,6 +102,12 @@ def resumable(old: State, new: State, processes: int, out: Path, notes: list[str
         )
     was, now = (cast(dict[str, Any], msgspec.to_builtins(state.recipe.train)) for state in (old, new))
     notes += [f"train.{key} was {was[key]}, is now {now[key]}" for key in was if was[key] != now[key]]
+    ends = [plan.schedule_steps or plan.max_steps for plan in (old.recipe.train, new.recipe.train)]
+    if ends[0] != ends[1] and new.recipe.train.schedule != "constant":
+        notes.append(
+            f"the learning rate's schedule moved: it ends at step {ends[1]:,} instead of {ends[0]:,} "
+            "(train.schedule_steps keeps it where it was)"
+        )
     if old.recipe.data.shuffle != new.recipe.data.shuffle:
         notes.append(f"data.shuffle was {old.recipe.data.shuffle}, is now {new.recipe.data.shuffle}")
     return msgspec.structs.replace(old, recipe=new.recipe)

@@ -98,8 +98,12 @@ def loop(run: Run, stop: Callable[[], str | None]) -> Iterator[Event]:
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run will take. `memory` is the most that was held in a few steps, `computed_memory` follows from sizes."""
+    """What a run will take; `start` is how it would begin.
 
+    `memory` is the most that was held in a few steps, `computed_memory` follows from sizes.
+    """
+
+    start: Start
     parameters: int
     seconds_per_step: float
     tokens_per_second: float
@@ -132,6 +136,7 @@ def dry_run(recipe: Recipe, *, init_from: Path | None = None, steps: int = 2) ->
         memory = costs.training_memory(model, dtype="float32", context=run.context, batch=batch)
         count = params.count(model).total
         return Estimate(
+            start=run.start(),
             parameters=count,
             seconds_per_step=each,
             tokens_per_second=run.step_tokens / each,
@@ -203,6 +208,9 @@ class Run:
         source = last_good(out, self.notes) if resume else None
         if source:
             self.state = resumable(read_state(source), self.state, processes.count, out, self.notes)
+            if reason := self.over(self.state):
+                more = "--set train.max_steps=N trains on" if reason == "finished" else "--set train.patience=N goes on"
+                self.notes.append(f"nothing is left to do: {reason} at step {self.state.step:,}; {more}")
         processes.require_equal("checkpoint to go on from", f"step {self.state.step}")
         self.sequences = self.state.sequences
         self.accumulation = self.sequences // (self.config.batch_size * processes.count)
@@ -364,6 +372,7 @@ class Run:
             tie_word_embeddings=self.recipe.model.tie_word_embeddings,
             vocab_size=self.recipe.model.vocab_size,
             context=self.context,
+            source=self.text.source,
             train_tokens=len(self.text.train),
             validation_tokens=len(self.text.validation),
             step_tokens=self.step_tokens,

@@ -378,7 +378,15 @@ def test_a_terminal_sees_the_state_of_the_run(capsys: pytest.CaptureFixture[str]
     assert "starting" in shown()
     screen(events.Progress("tokenising", 30, 60))
     assert "tokenising 50%" in shown()
-    values = {"step": 0, "max_steps": 100, "out": "o", "parameters": 10, "tie_word_embeddings": True, "vocab_size": 9}
+    values: dict[str, Any] = {
+        "step": 0,
+        "max_steps": 100,
+        "out": "o",
+        "parameters": 10,
+        "tie_word_embeddings": True,
+        "vocab_size": 9,
+    }
+    values |= {"source": events.Source(0, 1, 9, 9)}
     values |= {"context": 8, "train_tokens": 1, "validation_tokens": 1, "step_tokens": 8, "device": "cpu", "notes": ()}
     screen(events.Start(**values, precision="fp32", compiled=False, processes=1, groups=()))  # type: ignore[arg-type]
     assert "0 of 100" in shown()
@@ -554,8 +562,58 @@ def test_dry_run_shows_an_estimate(recipe: Path, tmp_path: Path, capsys: pytest.
     assert run(recipe, "--out", tmp_path / "run", "--dry-run", "--json") == 0
     assert json.loads(capsys.readouterr().out)["parameters"] == 8032
     assert run(recipe, "--out", tmp_path / "run", "--dry-run") == 0
-    assert "tokens/s" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "tokens/s" in shown
     assert not (tmp_path / "run").exists()
+    assert run(recipe, "--out", tmp_path / "run", "--set", "train.max_steps=1") == 0
+    told = capsys.readouterr().out.splitlines()
+    for beginning in ("model: ", "text: "):
+        (line,) = (line for line in told if line.startswith(beginning))
+        assert line in shown.splitlines(), "of a run the same is said"
+
+
+def test_what_text_was_read_is_said(tmp_path: Path, recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("b.txt", "c.txt"):
+        (tmp_path / name).write_text("é" * 2500)
+    more = ("--data", tmp_path / "text.txt", "--data", tmp_path / "b.txt")
+    more = (*more, "--set", f"data.validation_path={tmp_path / 'c.txt'}", "--set", "train.max_steps=1")
+    assert run(recipe, *more, "--out", tmp_path / "run", "--json") == 0
+    start = next(e for e in map(json.loads, capsys.readouterr().out.splitlines()) if e["event"] == "start")
+    characters = len(TEXT) + 5000
+    assert start["source"] == {"files": 3, "documents": 3, "characters": characters, "bytes": characters + 5000}
+    assert run(recipe, *more, "--dry-run") == 0
+    assert "text: 3 files, 13.8 kB in 3 documents; " in capsys.readouterr().out
+
+
+def test_the_corpus_that_python_carries_is_named() -> None:
+    assert command.read_from(events.Source(0, 1, 460_000, 465_000)) == "Python's help pages, 465 kB in 1 document"
+    assert command.read_from(events.Source(1, 2, 10, 12)) == "1 file, 12 B in 2 documents"
+
+
+def test_a_run_that_is_finished_has_nothing_left_to_do_and_says_so(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert run(recipe, "--out", out, "--set", "train.max_steps=2", "--json") == 0
+    capsys.readouterr()
+    assert run("--resume", "--out", out) == 0
+    assert "nothing is left to do: finished at step 2; --set train.max_steps=N trains on" in capsys.readouterr().out
+    assert run("--resume", "--out", out, "--set", "train.max_steps=3") == 0
+    shown = capsys.readouterr().out
+    assert "nothing is left" not in shown
+    assert "train.max_steps was 2, is now 3" in shown
+    assert "schedule moved: it ends at step 3 instead of 2" in shown
+
+
+@pytest.mark.parametrize("kept", ["train.schedule_steps=2", "train.schedule=constant"])
+def test_a_schedule_that_stays_is_not_said_to_have_moved(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kept: str
+) -> None:
+    arguments = ("--out", tmp_path / "run", "--set", kept, "--set")
+    assert run(recipe, *arguments, "train.max_steps=2", "--json") == 0
+    capsys.readouterr()
+    assert run("--resume", *arguments, "train.max_steps=3") == 0
+    assert "moved" not in capsys.readouterr().out
 
 
 def test_plot_and_csv_are_made_of_the_metrics(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

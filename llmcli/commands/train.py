@@ -402,8 +402,8 @@ def lines_of(event: Event) -> list[str]:
             return [
                 *(f"note: {note}" for note in event.notes),
                 f"model: {quantity(event.parameters)} parameters, {tied}, vocabulary {event.vocab_size:,}; {how}{many}",
-                f"text: {event.train_tokens:,} tokens and {event.validation_tokens:,} held out; "
-                f"{event.step_tokens:,} a step",
+                f"text: {read_from(event.source)}; {event.train_tokens:,} tokens and {event.validation_tokens:,} "
+                f"held out; {event.step_tokens:,} a step",
                 *(
                     f"  {group.name}: {group.parameters:,} in {group.tensors} tensors, decay {group.weight_decay:g}"
                     for group in event.groups
@@ -430,6 +430,16 @@ def lines_of(event: Event) -> list[str]:
                 return [line, f"to go on: the same command with --resume --out {event.out}"]
             return [line]
     return []
+
+
+def read_from(source: events.Source) -> str:
+    """What text was read: 2 files, 1.1 MB in 3 documents."""
+
+    def many(count: int, what: str) -> str:
+        return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+    where = many(source.files, "file") if source.files else "Python's help pages"
+    return f"{where}, {size(source.bytes)} in {many(source.documents, 'document')}"
 
 
 class Screen:
@@ -549,14 +559,16 @@ def as_toml(value: Any) -> str:
 
 
 def view_estimate(estimate: Estimate) -> RenderableType:
-    """The estimate, a line each."""
+    """What would be trained, and the estimate, a line each."""
+    from rich.console import Group
+    from rich.text import Text
+
     minutes = estimate.seconds / 60
     rows = output.facts()
-    rows.add_row("parameters", f"{estimate.parameters:,}")
     rows.add_row("a step", f"{estimate.seconds_per_step:.3f} s, {quantity(round(estimate.tokens_per_second))} tokens/s")
     rows.add_row("all steps and evaluations", f"{minutes:.1f} min" if minutes < 120 else f"{minutes / 60:.1f} h")
     rows.add_row("epochs", f"{estimate.epochs:.2f}")
     rows.add_row("memory, measured", size(estimate.memory))
     rows.add_row("memory, weights to logits", size(estimate.computed_memory))
     rows.add_row("a checkpoint with its state", size(estimate.checkpoint_bytes))
-    return rows
+    return Group(*map(Text, lines_of(estimate.start)), rows)
