@@ -131,6 +131,20 @@ def test_help_of_every_command_imports_nothing_heavy(command: str) -> None:
     assert loaded.isdisjoint({*HEAVY, "numpy", "tokenizers", "safetensors"})
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "wait4"), reason="no processor time of a child here")
+def test_help_takes_less_than_a_quarter_of_a_second() -> None:
+    """Of the processor, the best of several: what else the machine does is no fault of it."""
+    spent = []
+    for _ in range(7):
+        process = subprocess.Popen([sys.executable, "-m", "llmcli", "--help"], stdout=subprocess.DEVNULL)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 0
+        spent.append(usage.ru_utime + usage.ru_stime)
+    assert min(spent) < 0.25
+
+
 def test_a_name_like_a_repository_is_local_where_it_exists(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(checkpoint.parents[1])
     for words in (["inspect", "org/name"], ["count-params", "org/name"], ["nearest-tokens", "org/name", "#65"]):
@@ -141,6 +155,21 @@ def test_a_name_like_a_repository_is_local_where_it_exists(checkpoint: Path, mon
 def test_what_computes_with_torch_needs_no_other_project_and_no_network(checkpoint: Path) -> None:
     _, loaded, _ = run("load-hf", checkpoint)
     assert "torch" in loaded and loaded.isdisjoint({*HEAVY} - {"torch"})
+
+
+def test_training_needs_no_other_project_and_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    start = Path("org/name")  # like a repository of the Hub
+    start.mkdir(parents=True)
+    write(start, "glasslm", "F32", vocab_size=257, num_layers=1)
+    tokenizer.bytes_tokenizer().save(start)
+    Path("text.txt").write_text("Nobody is called. " * 99)
+    settings = ("train.max_steps=1", "train.context=16", "train.precision=fp32", "train.compile=off")
+    options = [word for setting in settings for word in ("--set", setting)]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    _, loaded, _ = run("train", "--init-from", start, "--data", "text.txt", "--out", "run", *options)
+    assert "torch" in loaded and loaded.isdisjoint({*HEAVY} - {"torch"})
+    assert Path("run/last/model.safetensors").exists()
 
 
 def test_loading_does_not_import_the_compiler_of_torch(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,18 @@ import transformers
 from hf import make
 from safetensors.torch import load_file
 
-from llmcli import checkpoint, compute, data, families, load_model, load_tokenizer, run_folder, tokenizer, train
+from llmcli import (
+    checkpoint,
+    compute,
+    data,
+    distributed,
+    families,
+    load_model,
+    load_tokenizer,
+    run_folder,
+    tokenizer,
+    train,
+)
 from llmcli.config import DataConfig, ModelConfig, Recipe, TrainConfig
 from llmcli.errors import CheckpointError, ConfigError, DataError, TrainingError, UsageError
 from llmcli.events import Done, Eval, Event, Progress, Sample, Saved, Start, Step
@@ -355,6 +367,20 @@ def test_dropout_differs_from_step_to_step(text: Path, tmp_path: Path) -> None:
     )
     losses = [step.loss for step in of(run(made, tmp_path / "run"), Step)]
     assert len({round(loss, 4) for loss in losses}) > 5
+
+
+def test_dropout_differs_from_process_to_process(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    judgement = Eval(step=0, val_loss=1.0, perplexity=1.0, bits_per_byte=1.0)
+    monkeypatch.setattr(train.Run, "evaluate", lambda self, step: judgement)
+    real, seeds = torch.manual_seed, dict[int, set[int]]()
+    for rank in (0, 1):
+        own = seeds.setdefault(rank, set())
+        one = distributed.Processes(rank, 1, 0, torch.device("cpu"))
+        monkeypatch.setattr(train, "joined", lambda device, one=one: nullcontext(one))
+        monkeypatch.setattr(torch, "manual_seed", lambda seed, own=own: (own.add(int(seed)), real(seed))[1])
+        run(recipe(text, {**MODEL, "dropout": 0.1}), tmp_path / f"{rank}")
+    assert min(map(len, seeds.values())) >= 10
+    assert seeds[0] & seeds[1] <= {1337}  # the weights that both begin with
 
 
 def test_settings_that_changed_are_noted_and_the_rest_goes_on(text: Path, tmp_path: Path) -> None:
@@ -757,12 +783,13 @@ def test_an_unknown_device_is_refused(text: Path, tmp_path: Path) -> None:
 
 
 def test_samples_are_the_same_for_the_same_step(text: Path, tmp_path: Path) -> None:
-    made = recipe(text, sample_every=5, sample_prompt="9", sample_tokens=8)
+    model = {**MODEL, "dropout": 0.1}
+    made = recipe(text, model, sample_every=5, sample_prompt="9", sample_tokens=8, eval_every=10)
     first, second = (of(run(made, tmp_path / name), Sample) for name in ("a", "b"))
     assert [sample.text for sample in first] == [sample.text for sample in second]
     assert [sample.step for sample in first] == [5, 10]
-    # Writing a sample in between leaves the training as it is.
-    run(recipe(text), tmp_path / "c")
+    # Writing a sample in between leaves the training as it is, dropout on.
+    run(recipe(text, model, eval_every=10), tmp_path / "c")
     assert same(states(tmp_path / "a" / "last"), states(tmp_path / "c" / "last"))
 
 
