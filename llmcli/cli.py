@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+import re
 import signal
 import sys
 from contextlib import suppress
@@ -78,6 +79,23 @@ def interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
+def complaint(error: Any) -> str:
+    """What Typer says of a command line, as every refusal is said: the option, its value, what it is not."""
+    said = error.format_message().rstrip(".")
+    option: Any = getattr(error, "param", None)
+    given = re.match(r"(['\"]?)(.*)\1 is not ", getattr(error, "message", ""), re.DOTALL)
+    if option is None or given is None:
+        return f"{said[:1].lower()}{said[1:]}"
+    if choices := getattr(option.type, "choices", ()):
+        wanted = f"one of {', '.join(choices)}"
+    else:
+        wanted = "a whole number" if option.type.name.startswith("int") else "a number"
+        for word, end in (("from", "min"), ("to", "max")):
+            if (number := getattr(option.type, end, None)) is not None:
+                wanted += f" {word} {int(number):,}"
+    return f"{max(option.opts, key=len)} {given[2].removesuffix('.0')}: not {wanted}"
+
+
 def run(arguments: list[str]) -> int:
     """Run one command line and return its exit code; nothing but a message ever reaches the user."""
     for stream in (sys.stdout, sys.stderr):
@@ -112,7 +130,7 @@ def run(arguments: list[str]) -> int:
         if hasattr(error, "format_message"):  # Typer's own complaint about the command line
             context = getattr(error, "ctx", None)
             path = context.command_path if context else "llmcli"
-            output.error(UsageError(error.format_message(), f"See {path} --help."))
+            output.error(UsageError(complaint(error), f"See {path} --help."))
             return UsageError.exit_code
         if os.environ.get("LLMCLI_TRACEBACK"):
             raise

@@ -46,7 +46,7 @@ def test_every_command_explains_itself_with_an_example(capsys: pytest.CaptureFix
     ("arguments", "code", "said"),
     [
         (["count-params", "gpt-two"], 2, "gpt-two: no such file or folder"),
-        (["count-params"], 2, "Missing argument"),
+        (["count-params"], 2, "missing argument"),
         (["count-params", "gpt2", "--bogus"], 2, "--bogus"),
         (["cuont-params"], 2, "count-params"),
         (["generate", "/nowhere/at all"], 2, "/nowhere/at all"),

@@ -141,6 +141,57 @@ def test_tables_are_made_in_one_place() -> None:
     assert not any(made.values()), made
 
 
+FREE = {"--seed", "--position", "--pass"}
+"""Numbers that may be negative: a seed, and places counted from the end."""
+
+
+def numeric() -> list[Any]:
+    """Every option of every command that takes a number."""
+    return [
+        pytest.param(name, option, id=f"{name} {option.opts[0]}")
+        for name, command in COMMANDS.items()
+        for option in options(command)
+        if option.type.name.split()[0] in ("int", "integer", "float")
+    ]
+
+
+@pytest.mark.parametrize(("name", "option"), numeric())
+def test_what_is_no_number_or_too_small_or_too_large_is_refused_in_one_voice(
+    name: str, option: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    low, high = (getattr(option.type, end, None) for end in ("min", "max"))
+    assert (low is None) == (option.opts[0] in FREE), "a number has a least value, or is named above"
+    what = "a whole number" if option.type.name.startswith("int") else "a number"
+    ends = ("" if low is None else f" from {int(low):,}") + ("" if high is None else f" to {int(high):,}")
+    given = ["abc", *([] if low is None else [str(low - 1)]), *([] if high is None else [str(high + 1)])]
+    for spelling in option.opts:
+        for value in given:
+            assert cli.run([name, spelling, value]) == 2
+            said, hint = capsys.readouterr().err.splitlines()
+            assert said == f"error: {max(option.opts, key=len)} {value}: not {what}{ends}"
+            assert hint == f"  hint: See llmcli {name} --help."
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("train --shuffle both", "--shuffle both: not one of windows, random"),
+        ("generate", "missing argument 'CHECKPOINT'"),
+        ("generate one --zzz", "no such option: --zzz"),
+        ("generate one --seed", "option '--seed' requires an argument"),
+        ("generate one x --min-p nan", "--min-p nan: not a number from 0"),
+        ("generate one x --top-p 0", "--top-p 0: not a number above 0"),
+        ("trace one x --temperature nan", "--temperature nan: not a number from 0"),
+    ],
+)
+def test_a_command_line_is_refused_as_anything_is(
+    line: str, said: str, place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    assert cli.run(shlex.split(line)) == 2
+    assert capfd.readouterr().err.splitlines()[0] == f"error: {said}"
+
+
 KINDS = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
 
 

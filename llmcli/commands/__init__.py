@@ -6,7 +6,8 @@ A command with many options puts them under headings; what opens a checkpoint an
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+import re
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -15,6 +16,7 @@ from llmcli import completion
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from llmcli.generate import Sampling
     from llmcli.mapping import Plan
     from llmcli.model import Decoder
     from llmcli.tokenizer import Tokenizer
@@ -80,6 +82,8 @@ Temperature = Annotated[
     float,
     typer.Option(
         metavar="X",
+        min=0,
+        max=1_000_000,
         help="Draw more freely (above 1) or less; 0: always the most probable token.",
         rich_help_panel=SAMPLING,
     ),
@@ -109,6 +113,24 @@ def one_text(command: str, text: str | None, ids: str | None) -> None:
         raise UsageError(
             "give a text or --ids, one of them", f"For example: llmcli {command} CHECKPOINT 'Once upon a time'"
         )
+
+
+def choose_sampling(**options: Any) -> Sampling:
+    """How tokens are drawn, from the options that say it. Raises UsageError."""
+    import msgspec
+
+    from llmcli.errors import UsageError
+    from llmcli.generate import Sampling
+
+    try:
+        return msgspec.convert(options, Sampling)
+    except msgspec.ValidationError as error:
+        what, _, where = str(error).partition(" - at `$.")
+        name = where.rstrip("`")
+        for theirs, ours in (("Expected `.*?`", "not a number"), (">=", "from"), (">", "above"), ("<=", "up to")):
+            what = re.sub(theirs, ours, what)
+        option = "--" + name.replace("_", "-")
+        raise UsageError(f"{option} {options[name]:g}: {what.removesuffix('.0')}", "See --help.") from None
 
 
 def open_tokenizer(path: Path, needed: bool) -> Tokenizer | None:

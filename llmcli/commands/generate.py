@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -25,6 +25,7 @@ from llmcli.commands import (
     Seed,
     Temperature,
     Tie,
+    choose_sampling,
     given_ids,
     open_model,
 )
@@ -59,19 +60,25 @@ Stop = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End before
 NumSamples = Annotated[int, typer.Option(metavar="N", min=1, max=10_000, help="Give so many answers, as one batch.")]
 TopK = Annotated[
     int | None,
-    typer.Option(metavar="N", help="Draw among so many most probable tokens.", rich_help_panel=SAMPLING),
+    typer.Option(metavar="N", min=1, help="Draw among so many most probable tokens.", rich_help_panel=SAMPLING),
 ]
 TopP = Annotated[
     float | None,
-    typer.Option(metavar="X", help="Draw among the most probable tokens that reach X.", rich_help_panel=SAMPLING),
+    typer.Option(
+        metavar="X", min=0, max=1, help="Draw among the most probable tokens that reach X.", rich_help_panel=SAMPLING
+    ),
 ]
 MinP = Annotated[
     float | None,
-    typer.Option(metavar="X", help="Leave out what is below X times the most probable.", rich_help_panel=SAMPLING),
+    typer.Option(
+        metavar="X", min=0, max=1, help="Leave out what is below X times the most probable.", rich_help_panel=SAMPLING
+    ),
 ]
 RepetitionPenalty = Annotated[
     float,
-    typer.Option(metavar="X", help="Make what was said less likely, above 1.", rich_help_panel=SAMPLING),
+    typer.Option(
+        metavar="X", min=0, max=1000, help="Make what was said less likely, above 1.", rich_help_panel=SAMPLING
+    ),
 ]
 Logprobs = Annotated[
     int | None,
@@ -119,7 +126,7 @@ def run(
 
     path = targets.find_checkpoint(checkpoint, revision=revision, offline=offline)
     tokenizer = _tokenizer(path, needed=not isinstance(given, list))
-    sampling = _sampling(
+    sampling = choose_sampling(
         max_new_tokens=MOST if max_new_tokens is None else max_new_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -222,19 +229,6 @@ def _confidence(piece: Spoken | Piece) -> str:
     return next(style for least, style in CONFIDENCE if exp(piece.logprob or 0.0) >= least)
 
 
-def _sampling(**options: Any) -> Sampling:
-    import msgspec
-
-    from llmcli.generate import Sampling
-
-    try:
-        return msgspec.convert(options, Sampling)
-    except msgspec.ValidationError as error:
-        what, _, where = str(error).partition(" - at `$.")
-        option = "--" + where.rstrip("`").replace("_", "-")
-        raise UsageError(f"{option}: {what[:1].lower()}{what[1:]}", "See llmcli generate --help.") from None
-
-
 def _given_text(prompt: str | None, file: Path | None) -> str:
     """The prompt as given, or from a file or stdin, where one newline at the end is left out."""
     from llmcli import corpus
@@ -313,7 +307,7 @@ def _talk(model: Decoder, tokenizer: Tokenizer, sampling: Sampling, stops: list[
         elif command == "/temperature":
             try:
                 sampling = msgspec.structs.replace(
-                    sampling, temperature=_sampling(temperature=float(value)).temperature
+                    sampling, temperature=choose_sampling(temperature=float(value)).temperature
                 )
             except (ValueError, UsageError):
                 output.error(

@@ -22,6 +22,7 @@ from llmcli.commands import (
     Temperature,
     Tie,
     ToRead,
+    choose_sampling,
     given_ids,
     one_text,
     open_model,
@@ -129,7 +130,6 @@ def run(
     """
     one_text("trace", text, ids)
     from llmcli import trace
-    from llmcli.generate import Sampling
     from llmcli.lab import Lab, Limits
     from llmcli.targets import find_checkpoint
 
@@ -149,7 +149,7 @@ def run(
         limits=Limits(prompt_tokens=1 << 30, prompt_characters=1 << 30, passes=new + 1, values=1 << 60),
     )
     begun = lab.start(text or ids or "", given)
-    sampling = Sampling(temperature=temperature, seed=seed)
+    sampling = choose_sampling(temperature=temperature, seed=seed)
     for _ in range(new):
         if (chosen := lab.step(begun.id, sampling).chosen) and chosen.ends:
             break
