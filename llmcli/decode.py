@@ -50,9 +50,10 @@ class Packed:
 
     def __init__(self, model: Decoder) -> None:
         weight = model.token_embeddings.weight
-        here = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
         self._bytes = sum(p.nbytes for p in model.parameters())
-        self._fits = here and 2 * self._bytes < _free_memory()
+        here = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+        able = torch.backends.mkldnn.is_available() and torch.cpu._is_avx512_bf16_supported()
+        self._fits = here and able and 2 * self._bytes < _free_memory()
         self._copies: dict[tuple[int, ...], Tensor] = {}
         self._wanted: dict[tuple[int, ...], tuple[Tensor, ...]] = {}
 
