@@ -302,14 +302,36 @@ def shared_norm(norms: Floats) -> tuple[SharedNorm | None, Ids]:
 
 
 def short_rows(norms: Floats) -> Ids:
-    """The places of norms far below the rest: under half the median, and apart by over six robust deviations (of the
-    logarithms, from the median)."""
+    """The places of norms far below the rest: those of a crowd of their own below the others' (`valley`), and any
+    under half the median and apart by over six robust deviations (of the logarithms, from the median)."""
     if len(norms) < 8:
         return np.empty(0, np.intp)
     logs = np.log(norms)
     middle = np.median(logs)
     deviation = 1.4826 * np.median(np.abs(logs - middle))
-    return np.flatnonzero((logs < middle - np.log(2)) & (logs < middle - 6 * deviation))
+    return np.flatnonzero(logs < max(min(middle - np.log(2), middle - 6 * deviation), valley(logs)))
+
+
+def valley(logs: Floats) -> float:
+    """Where logarithms of norms fall into two crowds, the place of the widest gap between them; else -infinity.
+
+    They are divided where the two parts' means lie farthest apart for their sizes (Otsu, 1979). Two crowds they are if
+    the lower is the smaller, the upper's median is half as much again, and of the way between the medians the middle
+    third holds at most an eighth of what the lower part holds: one crowd cut in two is fullest there.
+    """
+    values = np.sort(logs)
+    below = np.arange(1, len(values))
+    sums = np.cumsum(values)
+    apart = (sums[-1] - sums[:-1]) / (len(values) - below) - sums[:-1] / below
+    count = int((below * (len(values) - below) * apart**2).argmax()) + 1
+    low, high = float(np.median(values[:count])), float(np.median(values[count:]))
+    third = (high - low) / 3
+    between = values[(values > low + third) & (values < high - third)]
+    if 2 * count >= len(values) or high - low < np.log(1.5) or 8 * len(between) > count:
+        return -np.inf
+    edges = np.concatenate([[low + third], between, [high - third]])
+    widest = int(np.diff(edges).argmax())
+    return float(edges[widest : widest + 2].mean())
 
 
 def _crowds(centered: Rows, usable: Ids) -> Ids:

@@ -162,6 +162,44 @@ def test_rows_that_decayed_are_found_as_under_trained(tmp_path: Path) -> None:
     assert found.ids == (5, 7, 9, 200) and found.short == 3
 
 
+def crowd(rows: int, norm: float, spread: float, seed: int) -> Values:
+    return norm * np.exp(spread * np.random.default_rng(seed).standard_normal(rows))
+
+
+@pytest.mark.parametrize(
+    ("few", "many"),
+    [
+        (crowd(160, 0.2, 0.06, 0), crowd(864, 0.43, 0.1, 1)),  # half the median lies within the lower crowd
+        (crowd(160, 0.2, 0.2, 0), crowd(864, 0.8, 0.2, 1)),
+        (crowd(400, 1.0, 0.02, 2), crowd(600, 1.7, 0.05, 3)),
+        (crowd(3, 0.01, 0.3, 4), crowd(400, 1.0, 0.15, 5)),
+        (crowd(10, 0.3, 0.05, 6), crowd(20_000, 1.0, 0.1, 7)),  # too few to be seen as a crowd
+    ],
+)
+def test_of_two_crowds_of_norms_the_lower_one_is_short_and_whole(few: Values, many: Values) -> None:
+    norms = np.concatenate([many, few])
+    places = np.random.default_rng(9).permutation(len(norms))
+    found = embeddings.short_rows(norms[places])
+    assert set(places[found]) == set(range(len(many), len(norms)))
+
+
+@pytest.mark.parametrize(
+    "norms",
+    [
+        crowd(1000, 1.0, 0.02, 0),
+        crowd(1000, 1.0, 0.5, 1),
+        np.random.default_rng(2).uniform(0.2, 3, 1000),
+        np.concatenate([np.random.default_rng(3).uniform(1.4, 2.7, 280), crowd(232, 2.76, 0.002, 4)]),  # a long tail
+        np.concatenate([crowd(850, 0.3, 0.2, 5), crowd(150, 0.85, 0.05, 6)]),  # the rest is the lower one
+        np.concatenate([crowd(100, 1.0, 0.03, 7), crowd(900, 1.25, 0.03, 8)]),  # two crowds, but hardly shorter
+        np.ones(50),
+    ],
+    ids=["narrow", "wide", "even", "tail", "crowd above", "near", "one"],
+)
+def test_of_one_crowd_of_norms_no_row_is_short(norms: Values) -> None:
+    assert len(embeddings.short_rows(norms)) == 0
+
+
 def test_an_anisotropic_matrix_is_not_under_trained_for_that(tmp_path: Path) -> None:
     values = draw(600, 24) * np.exp(0.2 * draw(600, 1, 2)) + 4
     found = report(tmp_path, values).under_trained
