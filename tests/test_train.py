@@ -287,10 +287,12 @@ def test_the_loss_curve_is_that_of_transformers(text: Path, tmp_path: Path, fami
     ) if family == "gpt2" else make(family, tmp_path / "start", vocab_size=257, tie_word_embeddings=tied)
     tokenizer.bytes_tokenizer().save(tmp_path / "start")
     config = msgspec.structs.replace(load_model(tmp_path / "start").config)
+    settings = {"max_steps": 50, "context": 24, "eval_every": 50, "warmup_steps": 5}
+    settings |= {"beta1": 0.8, "beta2": 0.99, "epsilon": 1e-7, "weight_decay": 0.3, "grad_clip": 0.5}
     made = Recipe(
         model=config,
         data=DataConfig(path=str(text), tokenizer=str(tmp_path / "start")),
-        train=TrainConfig(**{**TRAIN, "max_steps": 50, "context": 24, "eval_every": 50, "warmup_steps": 5}),
+        train=TrainConfig(**{**TRAIN, **settings}),
     )
     ours = [step.loss for step in of(run(made, tmp_path / "run", init_from=tmp_path / "start"), Step)]
     theirs = transformers_losses(tmp_path / "start", made, 50)

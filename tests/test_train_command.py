@@ -753,6 +753,12 @@ def test_a_run_is_not_begun_where_another_was_meant(
     (run / "metrics.jsonl").touch()
     assert cli.run(["train", "--resume"]) == 2
     assert "there is no run runs/glasslm\n  hint: Name it: --out runs/mine" in capsys.readouterr().err
+    assert cli.run(["train", "--resume", "--out", str(tmp_path / "runs" / "mime")]) == 2
+    assert f"there is no run {tmp_path}/runs/mime\n  hint: Name it: --out {run}." in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert cli.run(["train", "--resume", "--out", "empty"]) == 2
+    assert "empty holds no checkpoint to go on from\n  hint: Begin it again" in capsys.readouterr().err
+    assert not list((tmp_path / "empty").iterdir())
     for more in (["--resume"], []):
         assert cli.run(["train", "--out", str(checkpoint), *more]) == 2
         said = capsys.readouterr().err

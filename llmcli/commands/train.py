@@ -135,12 +135,8 @@ def run(
     }
     if resume and init_from:
         raise UsageError("--resume and --init-from together", "Go on with a run, or start a new one from its weights.")
-    if resume and not (out or recipe or data) and not folder.exists():
-        known = [str(path.parent) for path in sorted(folder.parent.glob("*/metrics.jsonl"))]
-        raise UsageError(
-            f"--resume: there is no run {folder}",
-            f"Name it: --out {' or '.join(known[:8])}." if known else "Name the run's folder: --out.",
-        )
+    if resume and not (recipe or data):
+        require_run(folder, named=out is not None)
     source = None
     if init_from:
         from llmcli.targets import find_checkpoint
@@ -170,6 +166,23 @@ def run(
             audience(event)
             followers = [follow for follow in followers if kept_up(follow, event)]
     return EXIT_CODES.get(stop() or "", 0)
+
+
+def require_run(folder: Path, named: bool) -> None:
+    """Raise UsageError where `--resume` alone would begin a run of its own in place of the one that is meant."""
+    if not folder.exists():
+        known = [str(path.parent) for path in sorted(folder.parent.glob("*/metrics.jsonl"))]
+        raise UsageError(
+            f"--resume: there is no run {folder}",
+            f"Name it: --out {' or '.join(known[:8])}." if known else "Name the run's folder: --out.",
+        )
+    if (folder / "config.json").exists():  # a checkpoint, which is refused by its own name
+        return
+    if named and stored_recipe(folder) is None:
+        raise UsageError(
+            f"--resume: {folder} holds no checkpoint to go on from",
+            f"Begin it again, with its recipe: llmcli train RECIPE --data TEXT --out {folder}.",
+        )
 
 
 class Audience:
