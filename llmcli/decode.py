@@ -52,7 +52,7 @@ class Packed:
         weight = model.token_embeddings.weight
         self._bytes = sum(p.nbytes for p in model.parameters())
         here = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
-        able = torch.backends.mkldnn.is_available() and torch.cpu._is_avx512_bf16_supported()
+        able = torch._C._has_mkldnn and torch.cpu._is_avx512_bf16_supported()
         self._fits = here and able and 2 * self._bytes < _free_memory()
         self._copies: dict[tuple[int, ...], Tensor] = {}
         self._wanted: dict[tuple[int, ...], tuple[Tensor, ...]] = {}
