@@ -32,8 +32,6 @@ Never by colour alone: a label, a marker or a place says the same thing again.
 """
 SEQUENTIAL = "cividis"
 """The colour map of values that run one way (similarities, norms): even in lightness, in print and colour-blind."""
-DIVERGING = "PuOr"
-"""The colour map of values around a middle."""
 
 STYLE: Any = {
     "figure.dpi": 150,

@@ -271,13 +271,6 @@ def as_float32(array: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float32]:
     return np.ascontiguousarray(array, dtype=np.float32)
 
 
-def row_chunks(info: TensorInfo, rows: int) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
-    """(first row, those rows as float32), at most `rows` at a time, so that a large matrix never stands whole."""
-    array = read_array(info)
-    for start in range(0, info.shape[0], rows):
-        yield start, as_float32(array[start : start + rows], info.dtype)
-
-
 ReadRows = Callable[[TensorInfo, int, int], bytes]
 """(tensor, first row, row behind the last) -> their bytes as stored."""
 

@@ -28,8 +28,9 @@ from llmcli.commands import (
     choose_sampling,
     given_ids,
     open_model,
+    open_tokenizer,
 )
-from llmcli.errors import DataError, LlmcliError, TokenizerError, UsageError
+from llmcli.errors import DataError, LlmcliError, UsageError
 
 if TYPE_CHECKING:
     from llmcli.generate import Answer, Piece, Sampling, Spoken
@@ -125,7 +126,7 @@ def run(
     from llmcli import targets
 
     path = targets.find_checkpoint(checkpoint, revision=revision, offline=offline)
-    tokenizer = _tokenizer(path, needed=not isinstance(given, list))
+    tokenizer = open_tokenizer(path, needed=not isinstance(given, list))
     sampling = choose_sampling(
         max_new_tokens=MOST if max_new_tokens is None else max_new_tokens,
         temperature=temperature,
@@ -244,19 +245,6 @@ def _given_text(prompt: str | None, file: Path | None) -> str:
     else:
         return corpus.newline(prompt)
     return corpus.newline(text).removesuffix("\n")
-
-
-def _tokenizer(path: Path, needed: bool) -> Tokenizer | None:
-    """The checkpoint's tokenizer; None where it has none and the prompt is ids."""
-    from llmcli import tokenizer
-
-    try:
-        return tokenizer.load(path)
-    except TokenizerError as error:
-        if needed:
-            raise
-        output.note(f"{error.message}: the text is the ids")
-        return None
 
 
 def _encode(tokenizer: Tokenizer | None, text: str) -> list[int]:
