@@ -77,7 +77,7 @@ def prepare(
         if known is not None and known.compiled:
             notes.append("the run was compiled before: from here on it is rounded otherwise")
 
-    times = min(3, rounds // 10)  # what is short is not worth measuring
+    times = min(40, rounds // 10)  # what is short is not worth measuring
     settled = (told or config.compile == "off") and (precision == "fp32" or config.precision != "auto")
     if known or settled or not times:
         return eager, notes
@@ -118,8 +118,8 @@ class Trial(msgspec.Struct, frozen=True):
     failure: str | None = None
 
 
-def trial(objective: nn.Module, way: Prepared, batch: tuple[Tensor, Tensor], times: int, limit: float = 5.0) -> Trial:
-    """Try a way: once to set it up, then a few times (until `limit` seconds are over) for the best time."""
+def trial(objective: nn.Module, way: Prepared, batch: tuple[Tensor, Tensor], times: int) -> Trial:
+    """Try a way: once to set it up, then for the best time, a few times if it is slow and often if it is not."""
     inputs, targets = batch
     best, value, spent = math.inf, math.nan, 0.0
     try:
@@ -132,7 +132,7 @@ def trial(objective: nn.Module, way: Prepared, batch: tuple[Tensor, Tensor], tim
             if number:
                 seconds = time.perf_counter() - begin
                 best, spent = min(best, seconds), spent + seconds
-            if spent > limit:
+            if spent > (1.0 if number >= 3 else 5.0):  # in seconds; short times differ more from one to the next
                 break
     except Exception as error:  # compilers fail with errors of every kind
         objective.zero_grad(set_to_none=True)
