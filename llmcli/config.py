@@ -319,8 +319,3 @@ def find_recipe(name: str) -> tuple[str, dict[str, Any]]:
     source = path if path.is_file() else known[name]
     table = read_table(source)
     return (str(source) if path.is_file() else f"preset {name}"), table if "model" in table else {"model": table}
-
-
-def read_recipe(path: Path, settings: list[str] | None = None) -> Recipe:
-    """A training recipe from a file, with command-line settings laid over it. Raises ConfigError."""
-    return layered(find_recipe(str(path)), ("--set", with_settings({}, settings or []))).recipe

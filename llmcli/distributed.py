@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from llmcli.errors import LlmcliError, TrainingError, UsageError
-
-Strategy = Literal["single", "ddp", "fsdp"]
 
 PATIENCE = timedelta(hours=1)
 """How long a process waits for the others: the first one may be tokenising."""

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmcli import families
-from llmcli.config import ModelConfig, Recipe, parse, presets, read_recipe, read_table, with_settings
+from llmcli.config import ModelConfig, Recipe, find_recipe, layered, parse, presets, read_table, with_settings
 from llmcli.errors import ConfigError, LlmcliError, UsageError
 from llmcli.targets import read_config
 
@@ -87,10 +87,14 @@ def test_no_bytes_whatever_make_the_reader_raise_anything_else(
             read_config(path)
 
 
+def recipe_of(path: Path, *settings: str) -> Recipe:
+    return layered(find_recipe(str(path)), ("--set", with_settings({}, list(settings)))).recipe
+
+
 def test_settings_are_laid_over_a_recipe_and_read_as_toml(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text('[model]\nfamily = "gpt2"\nvocab_size = 65\nembed_dim = 8\nnum_layers = 1\nnum_heads = 2\n')
-    recipe = read_recipe(path, ["train.lr=3e-4", "data.path=/a b/ü.txt", "model.tie_word_embeddings=true"])
+    recipe = recipe_of(path, "train.lr=3e-4", "data.path=/a b/ü.txt", "model.tie_word_embeddings=true")
     assert recipe.train.lr == 3e-4
     assert recipe.data.path == "/a b/ü.txt"
     assert recipe.model.tie_word_embeddings
@@ -107,7 +111,7 @@ def test_an_unknown_setting_names_the_nearest_key(tmp_path: Path) -> None:
     path = tmp_path / "recipe.json"
     path.write_text(json.dumps({"model": MODEL}))
     with pytest.raises(ConfigError, match=r"unknown key 'train.learning_rat'|Did you mean"):
-        read_recipe(path, ["train.learning_rat=1"])
+        recipe_of(path, "train.learning_rat=1")
 
 
 @pytest.mark.parametrize(
@@ -122,7 +126,7 @@ def test_an_unknown_word_names_those_that_are_known(tmp_path: Path, setting: str
     path = tmp_path / "recipe.json"
     path.write_text(json.dumps({"model": MODEL}))
     with pytest.raises(ConfigError, match=rf"{setting.split('=')[0]}.*: unknown value") as caught:
-        read_recipe(path, [setting])
+        recipe_of(path, setting)
     assert caught.value.hint == hint
 
 
