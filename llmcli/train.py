@@ -131,7 +131,7 @@ def dry_run(recipe: Recipe, *, init_from: Path | None = None, steps: int = 2) ->
         run.evaluate(0, size)
         windows = -(-(len(text.validation) - 1) // run.context)
         rounds = -(-min(windows, config.eval_batches * run.sequences or windows) // size)
-        evaluations = (time.perf_counter() - began) * rounds * (config.max_steps // config.eval_every + 1)
+        evaluations = (time.perf_counter() - began) * rounds * max(1, -(-config.max_steps // config.eval_every))
         model, batch = run.recipe.model, config.batch_size
         memory = costs.training_memory(model, dtype="float32", context=run.context, batch=batch)
         count = params.count(model).total
@@ -208,9 +208,11 @@ class Run:
         source = last_good(out, self.notes) if resume else None
         if source:
             self.state = resumable(read_state(source), self.state, processes.count, out, self.notes)
-            if reason := self.over(self.state):
-                more = "--set train.max_steps=N trains on" if reason == "finished" else "--set train.patience=N goes on"
-                self.notes.append(f"nothing is left to do: {reason} at step {self.state.step:,}; {more}")
+            reason = self.over(self.state) or ""
+            if key := {"finished": "max_steps", "no improvement": "patience"}.get(reason):
+                self.notes.append(
+                    f"nothing is left to do: {reason} at step {self.state.step:,}; --set train.{key}=N trains on"
+                )
         processes.require_equal("checkpoint to go on from", f"step {self.state.step}")
         self.sequences = self.state.sequences
         self.accumulation = self.sequences // (self.config.batch_size * processes.count)

@@ -627,7 +627,7 @@ def test_the_best_checkpoint_only_ever_improves(text: Path, tmp_path: Path, monk
     assert (state.step, state.best_loss, state.best_step, state.stale) == (10, 1.5, 8, 1)
 
 
-def test_patience_ends_a_run_that_no_longer_improves(
+def test_patience_ends_a_run_that_no_longer_improves_and_more_of_it_lets_it_go_on(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses = iter([3.0, 2.0, 2.5, 2.0, 1.0])
@@ -639,6 +639,15 @@ def test_patience_ends_a_run_that_no_longer_improves(
     events = run(recipe(text, eval_every=2, patience=2), tmp_path / "run")
     assert (of(events, Done)[0].reason, of(events, Done)[0].step) == ("no improvement", 8)
     assert run_folder.read_state(tmp_path / "run" / "last").step == 8
+
+    def resumed(**changes: Any) -> tuple[str, str, int]:
+        events = run(recipe(text, eval_every=2, **changes), tmp_path / "run", resume=True)
+        return "\n".join(of(events, Start)[0].notes), of(events, Done)[0].reason, of(events, Done)[0].step
+
+    told = "nothing is left to do: no improvement at step 8; --set train.patience=N trains on"
+    assert resumed(patience=2) == (told, "no improvement", 8)
+    assert resumed(patience=3, time_limit=1e-9)[0].count("nothing is left") == 0  # more patience is no help there
+    assert resumed(patience=3)[1:] == ("finished", 10)
 
 
 def test_a_time_limit_ends_a_run_saved(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
