@@ -183,6 +183,13 @@ def test_of_two_crowds_of_norms_the_lower_one_is_short_and_whole(few: Values, ma
     assert set(places[found]) == set(range(len(many), len(norms)))
 
 
+def test_crowds_are_parted_at_the_widest_gap_between_them() -> None:
+    low, strays, high = np.linspace(0, 0.1, 100), [0.9, 1.0], np.linspace(2, 2.1, 200)
+    assert 1.0 < embeddings.valley(np.concatenate([high, strays, low])) < 2.0
+    strays = [1.1, 1.2]
+    assert 0.1 < embeddings.valley(np.concatenate([high, strays, low])) < 1.1
+
+
 @pytest.mark.parametrize(
     "norms",
     [
