@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -162,7 +162,7 @@ def claimed(out: Path, resume: bool, processes: Processes) -> Iterator[None]:
 
 @contextmanager
 def locked(out: Path, resume: bool) -> Iterator[None]:
-    """The lock of a run's folder; it falls with the process that holds it."""
+    """The lock of a run's folder; it falls with who holds it. A run that wrote nothing leaves no folder."""
     if (out / "config.json").exists():
         raise UsageError(
             f"{out}: a checkpoint, not the folder of a run",
@@ -170,9 +170,11 @@ def locked(out: Path, resume: bool) -> Iterator[None]:
             if (out / STATE).exists() or (out.parent / METRICS).exists()
             else "Choose another folder: --out. To start from its weights: --init-from.",
         )
+    path = out / ".lock"
     try:
+        made = [folder for folder in (out, *out.parents) if not folder.exists()]
         out.mkdir(parents=True, exist_ok=True)
-        file = (out / ".lock").open("a+")
+        file = path.open("a+")
     except OSError as error:
         raise TrainingError(f"{out}: cannot be written ({error.strerror})", "Choose another folder: --out.") from None
     with file:
@@ -180,6 +182,8 @@ def locked(out: Path, resume: bool) -> Iterator[None]:
             import fcntl
 
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(file.fileno()), path.stat()):  # its holder has just removed it
+                raise FileNotFoundError
         except ImportError:  # Windows
             pass
         except OSError:
@@ -191,12 +195,19 @@ def locked(out: Path, resume: bool) -> Iterator[None]:
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
-        tidy(out)
-        if not resume and any((out / name).exists() for name in ("last", "best")):
-            raise UsageError(
-                f"{out}: holds a run already", "Go on with it (--resume), or choose another folder: --out."
-            )
-        yield
+        try:
+            tidy(out)
+            if not resume and any((out / name).exists() for name in ("last", "best")):
+                raise UsageError(
+                    f"{out}: holds a run already", "Go on with it (--resume), or choose another folder: --out."
+                )
+            yield
+        finally:
+            with suppress(OSError):  # another run is there by now, or Windows keeps what is open
+                if os.listdir(out) == [path.name]:
+                    path.unlink()
+                    for folder in made:
+                        folder.rmdir()
 
 
 def tidy(out: Path) -> None:

@@ -703,6 +703,42 @@ def test_two_runs_in_one_folder_are_refused(text: Path, tmp_path: Path) -> None:
     assert of(run(recipe(text), tmp_path / "run"), Done)
 
 
+def test_a_run_that_is_refused_leaves_no_folder_that_was_not_there(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("short")
+    missing, short = recipe(tmp_path / "missing.txt"), recipe(tmp_path / "short.txt")
+    for refused, reason in ((missing, UsageError), (short, DataError)):
+        with pytest.raises(reason):
+            run(refused, tmp_path / "runs" / "deep" / "one")
+        assert not (tmp_path / "runs").exists()
+    (tmp_path / "mine").mkdir()
+    for out in (tmp_path / "mine" / "one", tmp_path / "mine"):
+        with pytest.raises(UsageError):
+            run(missing, out)
+    assert not list((tmp_path / "mine").iterdir())
+    run(recipe(text, max_steps=1), tmp_path / "mine" / "one")
+    files = set(tmp_path.rglob("*"))
+    for resume in (False, True):
+        with pytest.raises(UsageError):
+            run(missing, tmp_path / "mine" / "one", resume=resume)
+    assert set(tmp_path.rglob("*")) == files
+
+
+def test_a_lock_that_was_removed_by_who_held_it_is_no_lock(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    lock = fcntl.flock
+
+    def late(*arguments: Any) -> None:
+        (tmp_path / "run" / ".lock").unlink()
+        lock(*arguments)
+
+    with monkeypatch.context() as patched, pytest.raises(TrainingError, match="another run is writing there"):
+        patched.setattr(fcntl, "flock", late)
+        run(recipe(text, max_steps=1), tmp_path / "run")
+    assert of(run(recipe(text, max_steps=1), tmp_path / "run"), Done)
+
+
 def test_a_folder_that_cannot_be_written_is_refused_before_any_work(text: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(TrainingError, match="cannot be written") as caught:
