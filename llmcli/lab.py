@@ -670,7 +670,7 @@ def page(lab: Lab | None = None, text: str = "") -> tuple[str, bool]:
             for name, matrix in lab.matrices.items()
         },
         "candidates": candidates,
-        "nearest": {str(id): lab.nearest(id, NEIGHBOURS) for id in sorted(set(lab.text(text).ids))},
+        "nearest": {str(id): _nearest(lab, id) for id in sorted(set(lab.text(text).ids))},
         "tokens": {str(id): lab.token(id) for id in (range(size) if size <= MOST_TOKENS else sorted(used))},
         "biases": lab.biases(candidates),
         "output": {"head": lab.head_name, "state": lab.state, "cap": lab.model.config.logit_softcap},
@@ -693,8 +693,17 @@ def _whole_lens(lab: Lab, made: Pass) -> Lens:
     return Lens(parts[0].stages, 0, [[guess for part in stage for guess in part] for stage in stages])
 
 
+def _nearest(lab: Lab, id: int) -> list[Neighbour] | dict[str, str]:
+    """A token's neighbours; or, as the server says it, why there are none: a row of zeros, a file of pickles."""
+    try:
+        return lab.nearest(id, NEIGHBOURS)
+    except LlmcliError as error:
+        return {"error": error.message, "hint": error.hint}
+
+
 def _raw(tensor: Tensor, rounded: bool) -> tuple[bytes, str]:
     """A tensor's values in little-endian bytes, and their type: int32, float32, or float16 where all fit it."""
+    tensor = tensor.cpu()
     if not tensor.is_floating_point():
         return tensor.contiguous().numpy().astype("<i4").tobytes(), "int32"
     values = tensor.float().contiguous().numpy()

@@ -383,6 +383,22 @@ def tensors_in(page: str) -> dict[tuple[str, str], np.ndarray]:
     }
 
 
+def test_the_page_says_why_a_token_has_no_neighbours(tmp_path: Path) -> None:
+    folder = labs.make("tied", tmp_path / "tied")
+    token = labs.open_lab(folder).encode(labs.PROMPT)[0]
+    model, _ = checkpoint.load(folder)
+    with torch.no_grad():
+        model.token_embeddings.weight[token] = 0
+    checkpoint.save(model, folder, extra_files=tokenizer.load(folder).save)
+    one = labs.open_lab(folder)
+    page, _ = lab.page(one, one.start(labs.PROMPT).id)
+    recording = re.search(r'id="recording">(.*?)</script>', page)
+    assert recording is not None
+    nearest = json.loads(recording[1])["nearest"]
+    assert "no direction" in nearest.pop(str(token))["error"]
+    assert nearest and all(len(found) == lab.NEIGHBOURS for found in nearest.values())
+
+
 def test_the_page_holds_every_tensor_bit_for_bit_and_names_nothing_outside(opened: Labs) -> None:
     one = opened("untied")
     text = one.start(labs.PROMPT)
