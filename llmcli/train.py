@@ -197,6 +197,7 @@ class Run:
         self.recipe = recipe = fitted(recipe, text.tokenizer, self.notes)
         self.config, self.context = recipe.train, cast(int, recipe.train.context)
         data.check_length(text, self.context)
+        self.opening = opening(recipe, text) if self.config.sample_every else []
         self.out, self.text = out, text
         self.state = State(
             sequences=self.config.batch_size * self.config.accumulation * processes.count,
@@ -344,14 +345,13 @@ class Run:
         """What the model writes after the prompt of the recipe, always with the same draw."""
         from llmcli import generate
 
-        by, prompt = self.text.tokenizer, self.config.sample_prompt
-        ids = by.encode(prompt) if prompt else [by.eos_id if by.eos_id is not None else by.encode("\n")[0]]
         sampling = generate.Sampling(max_new_tokens=self.config.sample_tokens, seed=self.config.seed)
         model, text = self.whole_model(), ""
         if self.processes.first:
-            text = "".join(piece.text for piece in generate.complete(model.eval(), by, [ids], sampling))
+            pieces = generate.complete(model.eval(), self.text.tokenizer, [self.opening], sampling)
+            text = "".join(piece.text for piece in pieces)
         self.model.train()
-        return Sample(step=step, prompt=prompt, text=text)
+        return Sample(step=step, prompt=self.config.sample_prompt, text=text)
 
     def whole_model(self) -> Decoder:
         """The model; where it is in shards, a copy on the CPU, for the first process."""
@@ -484,6 +484,30 @@ def fitted(recipe: Recipe, by: Tokenizer, notes: list[str]) -> Recipe:
         )
     changed = msgspec.structs.replace(recipe.train, context=context)
     return msgspec.structs.replace(recipe, model=config, data=text, train=changed)
+
+
+def opening(recipe: Recipe, text: Data) -> list[int]:
+    """The ids that samples go on from: the prompt's; without one what ends a text, a new line, or the text's first.
+
+    Raises ConfigError for a prompt that the tokenizer cannot spell, or the model has no positions for.
+    """
+    prompt, by, model = recipe.train.sample_prompt, text.tokenizer, recipe.model
+    if not prompt and by.eos_id is not None:
+        return [by.eos_id]
+    try:
+        ids = by.encode(prompt or "\n")
+    except TokenizerError as error:
+        if prompt:
+            raise ConfigError(f"train.sample_prompt: {error.message}", error.hint) from None
+        ids = []
+    if not prompt:
+        return ids[:1] or [int(text.train[0])]
+    most = model.max_position_embeddings
+    if families.get(model.family).learned_positions and len(ids) > most:
+        raise ConfigError(
+            f"train.sample_prompt has {len(ids):,} tokens, the model {most:,} learned positions", "Shorten it."
+        )
+    return ids
 
 
 def whole_path(path: str | Path) -> str:

@@ -846,6 +846,28 @@ def test_a_sample_needs_no_prompt(text: Path, tmp_path: Path, tokenizer: str) ->
     assert len(of(run(made, tmp_path / "run"), Sample)) == 1
 
 
+def test_a_sample_begins_with_what_the_text_has_where_it_has_no_line(tmp_path: Path) -> None:
+    (tmp_path / "line.txt").write_text("abcdefghij" * 40)
+    made = recipe(tmp_path / "line.txt", tokenizer="char", sample_every=1, max_steps=1, sample_tokens=4)
+    assert of(run(made, tmp_path / "run"), Sample)[0].prompt == ""
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [("9Ω", "train.sample_prompt: the character 'Ω'"), ("9" * 17, "has 17 tokens, the model 16 learned positions")],
+)
+def test_a_prompt_that_cannot_be_gone_on_from_is_refused_before_the_first_step(
+    text: Path, tmp_path: Path, prompt: str, reason: str
+) -> None:
+    made = recipe(text, GPT2, "char", sample_every=10, sample_prompt=prompt)
+    with pytest.raises(ConfigError, match=reason):
+        run(made, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert of(
+        run(recipe(text, GPT2, "char", sample_every=1, sample_prompt="9" * 16, max_steps=1), tmp_path / "run"), Sample
+    )
+
+
 def test_a_dry_run_estimates_and_leaves_nothing(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     before = {path for path in tmp_path.rglob("*") if "cache" not in path.parts}
