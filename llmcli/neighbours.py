@@ -1,6 +1,6 @@
 """What is asked of an embedding matrix in words: the tokens near a token, a text, a vector or an analogy.
 
-`probe` knows rows and numbers; here rows have names. Nothing here changes a file.
+`probe` knows rows and numbers; here rows have names. A checkpoint is only read; `export` writes new files.
 """
 
 from __future__ import annotations
@@ -466,15 +466,16 @@ def score_analogies(
     asked, correct = [0] * len(titles), [0] * len(titles)
     bad = set(rows.unusable().tolist())
     for start in range(0, len(questions), 64):
-        batch = [(section, ids) for section, ids in questions[start : start + 64] if not bad.intersection(ids[:3])]
-        for section, _ in questions[start : start + 64]:
+        some = questions[start : start + 64]
+        batch = [(section, ids) for section, ids in some if not bad.intersection(ids[:3])]
+        for section, _ in some:
             asked[section] += 1
         if batch:
             terms = np.stack([rows.vectors(ids[:3]) for _, ids in batch])
             exclude = [ids[:3] for _, ids in batch]
             for (section, ids), hits in zip(batch, _analogy_hits(rows, terms, method, exclude, among), strict=True):
                 correct[section] += bool(hits) and hits[0].id == ids[3]
-        progress(len(questions[start : start + 64]))
+        progress(len(some))
     sections = [
         _section(title, n, right, left) for title, n, right, left in zip(titles, asked, correct, skipped, strict=True)
     ]
