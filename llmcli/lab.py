@@ -355,10 +355,10 @@ class Lab:
         except BaseException:  # in the midst of a pass the layers' caches may differ in length
             self._texts.pop(text.id, None)
             raise
-        text.passes.append(made)
         text.chosen.append(chosen)
         text.ids += ids
         text.memory += size
+        text.passes.append(made)  # last: who reads meanwhile finds all that belongs to the passes there are
 
     def text(self, id: str) -> Text:
         """A text by its id. Raises UnknownText when it was let go, or never was."""

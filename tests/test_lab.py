@@ -199,6 +199,21 @@ def test_candidates_are_shown_as_the_sampling_would_draw_them(opened: Labs) -> N
     assert best[0].drawn / best[1].drawn == pytest.approx(ratio, rel=1e-4)
 
 
+def test_a_text_read_while_a_pass_is_added_is_whole(opened: Labs) -> None:
+    one = opened("tied")
+    text = one.start(labs.PROMPT).id
+    read: list[Any] = []
+
+    class Watched(list[trace.Pass]):
+        def append(self, made: trace.Pass) -> None:
+            super().append(made)
+            read.append((one.text_info(text), one.values(text, 1, "ids", [slice(0, 1)]).labels))
+
+    one.text(text).passes = Watched(one.text(text).passes)
+    one.step(text, GREEDY)
+    assert read == [(one.text_info(text), one.values(text, 1, "ids", [slice(0, 1)]).labels)]
+
+
 def test_nearest_tokens_are_the_best_cosines(opened: Labs, folders: dict[str, Path]) -> None:
     one = opened("tied")
     rows = one.model.token_embeddings.weight.detach().double().numpy()[: labs.TOKENS]
