@@ -36,6 +36,7 @@ from llmcli.lab import Lab, UnknownText, page
 T = TypeVar("T")
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
+PORT = 8765
 MOST_BODY = 256 << 10  # bytes
 MOST_WAITING = 64
 """Requests that may wait for their forward pass; further ones are told to come back."""
@@ -370,9 +371,6 @@ def listen(host: str, port: int | None) -> socket.socket:
             listening.close()
             problem = error
     raise UsageError(f"cannot listen on {host}, port {port}: {problem.strerror}", "Choose another --port or --host.")
-
-
-PORT = 8765
 
 
 def address(listening: socket.socket, host: str) -> str:
