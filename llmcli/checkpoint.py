@@ -22,7 +22,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from llmcli import families, hf_config, mapping, targets, tensors
+from llmcli import families, hf_config, hub, mapping, targets, tensors
 from llmcli.config import ModelConfig
 from llmcli.errors import CheckpointError, UsageError
 from llmcli.model import Decoder
@@ -34,21 +34,8 @@ SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64":
 SHARD_BYTES = 5 * 10**9
 """The largest file written; above it a checkpoint is sharded, as transformers does."""
 
-CARRIED = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-"""The files of a checkpoint that go along, unchanged, when its weights are written anew."""
 CARRIED_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""The keys of config.json that mean nothing to the model and go along too."""
+"""The keys of config.json that mean nothing to the model and go along where its weights are written anew."""
 
 
 def dtype_of(name: str | torch.dtype) -> torch.dtype:
@@ -391,8 +378,8 @@ def write_tensors(
 
 
 def carry(source: Path, folder: Path) -> None:
-    """Copy the files of `CARRIED` from one checkpoint into another. Raises CheckpointError for a link out of it."""
-    for name in CARRIED:
+    """Copy what belongs to a checkpoint beside its weights. Raises CheckpointError for a link that leads out of it."""
+    for name in hub.BESIDE:
         if found := tensors.inside(source if source.is_dir() else source.parent, name):
             shutil.copyfile(found, folder / name)
 

@@ -30,8 +30,10 @@ BESIDE = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
 )
-"""What is fetched beside the weights, where a repository has it."""
+"""What belongs to a checkpoint beside its weights: fetched with them, and carried along where they are written anew."""
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """The forms that weights come in, the first that a repository has is taken; an index stands for its shards."""
 

@@ -66,6 +66,7 @@ SINGLE = {
     "model.safetensors": weights(shapes()),
     "tokenizer.json": b"{}",
     "tokenizer_config.json": b'{"a": 1}',
+    "chat_template.jinja": b"{{ messages }}",
 }
 UNWANTED = {
     "README.md": b"# model",

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llmcli import checkpoint, cli, commands, load_model, tensors, verify
+from llmcli import checkpoint, cli, commands, hub, load_model, tensors, verify
 from llmcli.commands import load_hf
 from llmcli.errors import CheckpointError, UsageError
 
@@ -289,15 +289,15 @@ def test_what_goes_along_goes_along_unchanged(
     table = json.loads((source / "config.json").read_text())
     table |= {"bos_token_id": 5, "eos_token_id": [6, 7], "pad_token_id": "x", "custom": 1}
     (source / "config.json").write_text(json.dumps(table))
-    for name in checkpoint.CARRIED:
+    for name in hub.BESIDE:
         (source / name).write_bytes(f"{name} as it is\r\n\xff".encode("latin-1"))
     (source / "optimizer.pt").write_bytes(b"not to be carried")
     before = digest(source)
     load.report(source, "--out", out)
     assert digest(source) == before
-    for name in checkpoint.CARRIED:
+    for name in hub.BESIDE:
         assert (out / name).read_bytes() == (source / name).read_bytes()
-    assert sorted(p.name for p in out.iterdir()) == sorted(["config.json", "model.safetensors", *checkpoint.CARRIED])
+    assert sorted(p.name for p in out.iterdir()) == sorted(["config.json", "model.safetensors", *hub.BESIDE])
     written = json.loads((out / "config.json").read_text())
     assert (written["bos_token_id"], written["eos_token_id"], written["pad_token_id"]) == (5, [6, 7], None)
     load.report(source / "model.safetensors", "--out", tmp_path / "from-the-file")
