@@ -102,7 +102,10 @@ def find(paths: str | Iterable[str] | None, field: str = "text", encoding: str =
         if path.is_dir():
             found = [file for file in _walk(path) if _kind(file) in (*PLAIN, *LINES, *TABLES)]
             if not found:
-                raise DataError(f"{path}: a folder without text", f"Looked for files named {KINDS}.")
+                raise DataError(
+                    f"{path}: a folder without text",
+                    f"Looked for files named {KINDS}; others are taken by a pattern in quotes: '{path}/*.py'.",
+                )
         elif path.exists():
             found = [path]
         else:

@@ -369,7 +369,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def load(path: str | Path) -> Tokenizer:
-    """Read the tokenizer of a checkpoint folder, or the tokenizer file given.
+    """Read the tokenizer of a checkpoint folder, of the folder that a file of weights lies in, or the file given.
 
     `tokenizer.json` comes first, then `vocab.json` with `merges.txt` (GPT-2's byte-level BPE, or GPT-1's where tokens
     end in `</w>`), then `tokenizer.model` (SentencePiece). BOS and EOS come from `tokenizer_config.json`, and where
@@ -380,13 +380,15 @@ def load(path: str | Path) -> Tokenizer:
     """
     path = Path(path)
     folder = path if path.is_dir() else path.parent
-    names = [path.name] if path.is_file() else ["tokenizer.json", "vocab.json", "tokenizer.model"]
+    given = path.is_file() and path.name.endswith((".json", ".model", "merges.txt"))
+    given = given and not path.name.endswith(("config.json", ".index.json"))
+    names = [path.name] if given else ["tokenizer.json", "vocab.json", "tokenizer.model"]
     name = next((name for name in names if (folder / name).is_file()), None)
     if name is None:
         looked = "tokenizer.json, vocab.json with merges.txt, or tokenizer.model"
         raise TokenizerError(
             f"{path}: no tokenizer there (looked for {looked})",
-            "Give the folder that holds one. generate and trace take --ids 1,2,3 in place of text.",
+            "Give the folder that holds one. generate, logits and trace take --ids 1,2,3 for text.",
         )
     config = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
     if name in ("vocab.json", "merges.txt"):

@@ -85,6 +85,26 @@ def test_a_fault_of_our_own_is_a_message_too(
     assert "report" in said
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MemoryError(), "not enough memory"),
+        (RuntimeError("you tried to allocate 4000 bytes. Error code 12"), "4000 bytes were wanted at once"),
+        (RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB."), "20.00 GiB were wanted at once"),
+    ],
+)
+def test_what_does_not_fit_into_memory_is_no_fault_of_ours(
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "make_app", fail)
+    assert cli.run([]) == 1
+    shown = capsys.readouterr().err
+    assert said in shown and "report" not in shown
+
+
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, cli.typer.Abort])
 def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch, interrupt: type[BaseException]) -> None:
     def fail() -> None:

@@ -196,8 +196,9 @@ def test_what_is_not_there_is_refused(tmp_path: Path, name: str) -> None:
 
 def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"\0")
-    with pytest.raises(DataError, match="a folder without text"):
+    with pytest.raises(DataError, match="a folder without text") as refusal:
         corpus.find(str(tmp_path))
+    assert f"'{tmp_path}/*.py'" in (refusal.value.hint or "")
 
 
 @pytest.mark.parametrize("content", [b"", codecs.BOM_UTF8])

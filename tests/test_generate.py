@@ -566,7 +566,22 @@ def test_past_the_trained_length_there_is_a_warning(folder: Path, capsys: pytest
     assert cli.run(["generate", str(folder), "x" * 60, "-n", "4"]) == 0
     assert "warning" not in capsys.readouterr().err
     assert cli.run(["generate", str(folder), "x" * 60, "-n", "5"]) == 0
-    assert "65 tokens are more than the 64" in capsys.readouterr().err
+    assert "65 tokens, prompt and new ones, are more than the 64" in capsys.readouterr().err
+
+
+def test_a_file_of_weights_is_read_with_the_tokenizer_beside_it(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("text", "-n", "3", "--temperature", "0")
+    assert answer(capsys, folder / "model.safetensors", *asked) == answer(capsys, folder, *asked)
+
+
+@pytest.mark.parametrize("command", ["generate", "logits", "trace"])
+def test_a_folder_without_weights_is_no_checkpoint_before_it_lacks_a_tokenizer(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run([command, str(tmp_path), "text"]) == 1
+    assert "no model.safetensors" in capsys.readouterr().err
 
 
 def test_a_checkpoint_without_a_tokenizer_speaks_in_ids(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

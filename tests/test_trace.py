@@ -403,6 +403,7 @@ def test_a_text_is_traced_by_its_tokens(capsys: pytest.CaptureFixture[str]) -> N
         (["--ids", "1", "--stage", "emebd"], "no stage 'emebd'"),
         (["--ids", "1", "--stage", "embed", "--rows", "a"], "--rows a"),
         (["--ids", "1", "--stage", "blocks.0.q", "--head", "4"], "--head 4"),
+        (["--ids", "1", "--rows", "0:1"], "--rows 0:1: of which stage?"),
         (["--ids", "1", "--pass", "1"], "--pass 1"),
         (["--ids", "1", "--save", "x.txt"], "x.txt"),
         (["--ids", "1", "--html", "/nowhere/x.html"], "/nowhere"),

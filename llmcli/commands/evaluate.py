@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from llmcli import completion, output
-from llmcli.commands import OUTPUT, AsJson, Device, Dtype, Field, Keep, Offline, Revision, Tie, open_model
+from llmcli.commands import (
+    OUTPUT,
+    AsJson,
+    Device,
+    Dtype,
+    Field,
+    Keep,
+    Offline,
+    Revision,
+    Tie,
+    open_model,
+    open_tokenizer,
+)
 from llmcli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -77,7 +89,7 @@ def run(
     """
     if len(targets) < 2:
         raise UsageError("evaluate needs a checkpoint and a text", "Give both: llmcli evaluate CHECKPOINT FILE")
-    from llmcli import corpus, evaluate, tokenizer
+    from llmcli import corpus, evaluate
     from llmcli import targets as places
     from llmcli.config import ModelConfig
 
@@ -86,7 +98,8 @@ def run(
     reports = []
     for checkpoint in checkpoints:
         path = places.find_checkpoint(checkpoint, revision=revision, offline=offline)
-        coder = tokenizer.load(path)
+        coder = open_tokenizer(path, needed=True)
+        assert coder is not None
         model = open_model(str(path), tie, keep, dtype, device=device)[0]
         config: ModelConfig = model.config
         if context is not None and context > config.max_position_embeddings and model.position_embeddings is None:

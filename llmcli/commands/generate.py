@@ -170,7 +170,7 @@ def _answer(
     streamed = num_samples == 1 and not as_json
     if streamed and sys.stdout.isatty() and tokenizer is not None:
         output.paint(tokenizer.decode(prompt_ids), "dim")
-    _warn_of_length(model, len(prompt_ids))
+    _warn_of_length(model, len(prompt_ids) + sampling.max_new_tokens)
     pieces = complete(model, tokenizer, [prompt_ids] * num_samples, sampling, stops=stops, use_cache=use_cache)
     if streamed:
         for piece in pieces:
@@ -188,8 +188,6 @@ def _answer(
         _show(answers, sampling, streamed)
     if any(answer.finish_reason == "context" for answer in answers):
         output.note(f"the model's {model.config.max_position_embeddings:,} learned positions are used up")
-    if len(prompt_ids) <= model.config.max_position_embeddings:
-        _warn_of_length(model, len(prompt_ids) + max(len(answer.ids) for answer in answers))
 
 
 def _show(answers: Sequence[Answer], sampling: Sampling, streamed: bool) -> None:
@@ -264,7 +262,8 @@ def _warn_of_length(model: Decoder, length: int) -> None:
     trained = model.config.max_position_embeddings
     if model.position_embeddings is None and length > trained:
         output.warn(
-            f"{length:,} tokens are more than the {trained:,} the model was trained for: expect the text to fray"
+            f"{length:,} tokens, prompt and new ones, are more than the {trained:,} the model was trained for: "
+            "expect the text to fray"
         )
 
 

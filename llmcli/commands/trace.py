@@ -133,6 +133,9 @@ def run(
     from llmcli.lab import Lab, Limits
     from llmcli.targets import find_checkpoint
 
+    for option, value in (("--head", head), ("--rows", rows), ("--columns", columns)):
+        if stage is None and value:
+            raise UsageError(f"{option} {value}: of which stage?", "Name it: --stage. Without options all are listed.")
     row_range, column_range = _range("--rows", rows), _range("--columns", columns)
     given = None if ids is None else given_ids(ids)
     for file, suffix in ((save, ".safetensors"), (html, ".html")):
