@@ -107,7 +107,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_command_in_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["-k", "2", "--why", "a", "--why", "id:299", "--json"]
+    options = ["-k", "2", "--why", "a", "--why", "#299", "--json"]
     assert cli.run(["logits", str(folder), "hi!", *options]) == 0
     found = json.loads(capsys.readouterr().out)
     assert list(found) == ["positions", "why"]
@@ -146,7 +146,7 @@ def test_ids_are_read_as_the_text_they_stand_for(folder: Path, capsys: pytest.Ca
 
 def test_ids_need_no_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint.save(wild(), tmp_path / "model")
-    assert cli.run(["logits", str(tmp_path / "model"), "--ids", "5 299", "--why", "id:7", "--json"]) == 0
+    assert cli.run(["logits", str(tmp_path / "model"), "--ids", "5 299", "--why", "#7", "--json"]) == 0
     shown = capsys.readouterr()
     found = json.loads(shown.out)
     assert [p["token"] for p in found["positions"]] == ["5", "299"] and found["why"][0]["token"] == "7"
@@ -159,7 +159,8 @@ def test_ids_need_no_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ("arguments", "code", "said"),
     [
         (["hi", "--position", "2"], 2, "--position 2"),
-        (["hi", "--why", "id:x"], 2, "id:x"),
+        (["hi", "--why", "#x"], 1, "'#x' is 2 tokens"),
+        (["hi", "--why", "#512"], 1, "512"),
         (["hi", "--why", "two"], 1, "'two' is 3 tokens"),
         (["", "--json"], 2, "no token"),
         ([], 2, "a text or --ids"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
@@ -51,7 +52,7 @@ def run(
     why: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="TOKEN", help="Take this token's logit apart: ' king', 'Ġking' or 'id:42'. May be repeated."
+            metavar="TOKEN", help="Take this token's logit apart: ' king', 'Ġking' or '#42'. May be repeated."
         ),
     ] = None,
     position: Annotated[
@@ -96,12 +97,11 @@ def run(
 def _candidate(coder: Tokenizer | None, word: str) -> int:
     from llmcli.errors import UsageError
 
-    if coder and (not word.startswith("id:") or coder.id(word) is not None):
-        return coder.one_token(word)
-    try:
-        return int(word.removeprefix("id:"))
-    except ValueError:
-        raise UsageError(f"--why {word}: not a number", "For example: --why id:42.") from None
+    if re.fullmatch(r"#\d{1,18}", word, re.ASCII):
+        return int(word[1:])
+    if coder is None:
+        raise UsageError(f"--why {word}: not the number of a row", "For example: --why '#42'.")
+    return coder.one_token(word)
 
 
 class _Cell(NamedTuple):
