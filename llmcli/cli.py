@@ -136,8 +136,8 @@ def run(arguments: list[str]) -> int:
             raise
         if os.environ.get("_LLMCLI_COMPLETE"):  # a shell that waits for completions: a message would garble its line
             return 1
-        if isinstance(error, MemoryError) or "allocate" in str(error):  # torch has errors of its own for each device
-            wanted = re.search(r"allocate (\d[\d.]* ?\w+)", str(error))
+        wanted = re.search(r"tried to allocate (\d[\d.]* ?\w+)", str(error), re.IGNORECASE)  # torch's, on any device
+        if wanted or isinstance(error, MemoryError):
             said = f"not enough memory{f': {wanted[1]} were wanted at once' if wanted else ''}"
             output.error(LlmcliError(said, "Take a smaller model, batch, context or type of number."))
             return 1

@@ -150,8 +150,9 @@ class Names:
 
         Raises TokenizerError, showing the pieces of what is several tokens, and for a row that does not exist.
         """
-        if re.fullmatch(r"#\d{1,18}", text, re.ASCII):
-            id = int(text[1:])
+        row = vocabulary.row_number(text)
+        if row is not None:
+            id = row
         elif re.fullmatch(r"#[+-]?\d+", text, re.ASCII) and not (self.known and self._spellings.id(text) is not None):
             raise TokenizerError(f"{text}: there is no such row", f"Rows are numbered #0 to #{self.rows - 1}.")
         elif not self.known:

@@ -35,6 +35,11 @@ _QUOTE, _COLON, _SPACE, _BACKSLASH, _ZERO = b'": \\0'
 _DIGITS = 9  # of an id; a longer number is no row of any matrix
 
 
+def row_number(word: str) -> int | None:
+    """The row that a user's word names by its number, as `#42` does; None for any other word."""
+    return int(word[1:]) if re.fullmatch(r"#\d{1,18}", word, re.ASCII) else None
+
+
 class Vocabulary:
     """The tokens of a vocabulary that is a table from spellings to ids, added tokens included."""
 

@@ -75,13 +75,13 @@ def test_a_fault_of_our_own_is_a_message_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail() -> None:
-        raise RuntimeError("the wheels came off")
+        raise RuntimeError("the wheels came off, and nobody can allocate others")
 
     monkeypatch.setattr(cli, "make_app", fail)
     monkeypatch.delenv("LLMCLI_TRACEBACK", raising=False)
     assert cli.run([]) == 1
     said = capsys.readouterr().err
-    assert "RuntimeError: the wheels came off" in said
+    assert "RuntimeError: the wheels came off, and nobody can allocate others" in said
     assert "report" in said
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
@@ -96,9 +95,11 @@ def run(
 
 def _candidate(coder: Tokenizer | None, word: str) -> int:
     from llmcli.errors import UsageError
+    from llmcli.vocabulary import row_number
 
-    if re.fullmatch(r"#\d{1,18}", word, re.ASCII):
-        return int(word[1:])
+    row = row_number(word)
+    if row is not None:
+        return row
     if coder is None:
         raise UsageError(f"--why {word}: not the number of a row", "For example: --why '#42'.")
     return coder.one_token(word)
