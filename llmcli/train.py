@@ -20,7 +20,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from llmcli import checkpoint, compute, costs, data, distributed, families, hf_config, loss, params, tokenizer
+from llmcli import batches, checkpoint, compute, costs, data, distributed, families, hf_config, loss, params, tokenizer
 from llmcli import model as models
 from llmcli.config import Recipe, TrainConfig
 from llmcli.data import Data
@@ -141,7 +141,7 @@ def dry_run(recipe: Recipe, *, init_from: Path | None = None, steps: int = 2) ->
             seconds_per_step=each,
             tokens_per_second=run.step_tokens / each,
             seconds=each * config.max_steps + evaluations,
-            epochs=config.max_steps * run.sequences / data.windows(len(text.train), run.context),
+            epochs=config.max_steps * run.sequences / batches.windows(len(text.train), run.context),
             memory=peak_memory(run.device),
             computed_memory=memory.total_chunked,
             checkpoint_bytes=3 * 4 * count,  # weights and two moments in float32
@@ -224,7 +224,7 @@ class Run:
         self.objective = distributed.spread(
             Objective(self.model), self.model.blocks, self.config.strategy, processes, bool(recipe.model.num_experts)
         )
-        self.order = data.Order(len(text.train), self.context, self.config.seed, recipe.data.shuffle)
+        self.order = batches.Order(len(text.train), self.context, self.config.seed, recipe.data.shuffle)
         self.weights = list(self.model.parameters())  # as spread; looking for them takes longer than a small product
         self.optimizer, self.groups = make_optimizer(self.model, self.config)
         if source:
@@ -284,7 +284,7 @@ class Run:
         """Inputs and targets of one micro-batch, (B, T) each."""
         size = self.config.batch_size
         first = step * self.sequences + (micro * self.processes.count + self.processes.rank) * size
-        both = torch.from_numpy(data.sequences(self.text.train, self.context, self.order(first, size)))
+        both = torch.from_numpy(batches.sequences(self.text.train, self.context, self.order(first, size)))
         return both[:, :-1].to(self.device), both[:, 1:].to(self.device)
 
     @torch.no_grad()
@@ -296,8 +296,8 @@ class Run:
         sums = torch.zeros(2, dtype=torch.float64)  # loss and tokens
         size, count = self.config.batch_size, self.processes.count
         limit = self.config.eval_batches * self.sequences if windows is None else windows
-        batches = data.held_out(self.text.validation, self.context, size, limit)
-        for both in data.shared(batches, self.processes.rank, count):
+        every = batches.held_out(self.text.validation, self.context, size, limit)
+        for both in batches.shared(every, self.processes.rank, count):
             inputs, targets = torch.from_numpy(both[:, :-1]).clamp(min=0), torch.from_numpy(both[:, 1:])
             sums[0] += self.prepared.loss_of(inputs.to(self.device), targets.to(self.device)).double().cpu()
             sums[1] += (targets >= 0).sum()
@@ -551,7 +551,7 @@ def make_optimizer(model: Decoder, config: TrainConfig) -> tuple[torch.optim.Ada
 
 def seed_of(*numbers: int) -> int:
     """One seed for torch's generator from several numbers."""
-    return data.mixed(*numbers) & (2**63 - 1)
+    return batches.mixed(*numbers) & (2**63 - 1)
 
 
 def matmul_peak(device: torch.device, precision: str) -> float:

@@ -20,6 +20,7 @@ from hf import make
 from safetensors.torch import load_file
 
 from llmcli import (
+    batches,
     checkpoint,
     compute,
     data,
@@ -265,10 +266,10 @@ def transformers_losses(folder: Path, made: Recipe, steps: int) -> list[float]:
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = train.learning_rate(config, step)
-        begin = data.starts(
+        begin = batches.starts(
             len(text.train), config.context or 0, step * config.batch_size, config.batch_size, config.seed, "windows"
         )
-        both = torch.from_numpy(data.sequences(text.train, config.context or 0, begin))
+        both = torch.from_numpy(batches.sequences(text.train, config.context or 0, begin))
         logits = model(both[:, :-1]).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), both[:, 1:].flatten())
         loss.backward()
@@ -671,16 +672,16 @@ def test_an_evaluation_reads_as_much_as_it_is_told_to(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    real = data.held_out
+    real = batches.held_out
 
     def held_out(tokens: Any, context: int, batch: int, limit: int) -> Any:
         asked.append(limit)
         return real(tokens, context, batch, limit)
 
-    monkeypatch.setattr(data, "held_out", held_out)
-    for batches, accumulation in ((0, 1), (3, 1), (3, 2)):
-        made = recipe(text, max_steps=0, eval_batches=batches, accumulation=accumulation)
-        run(made, tmp_path / f"{batches}-{accumulation}")
+    monkeypatch.setattr(batches, "held_out", held_out)
+    for limit, accumulation in ((0, 1), (3, 1), (3, 2)):
+        made = recipe(text, max_steps=0, eval_batches=limit, accumulation=accumulation)
+        run(made, tmp_path / f"{limit}-{accumulation}")
     assert asked == [0, 3 * 4, 3 * 4 * 2]
 
 
