@@ -8,8 +8,9 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from llmcli.neighbours import Names
-from llmcli.probe import Floats, Ids, Matrix, Rows, Side, share
+from llmcli.matrix import Matrix, Side
+from llmcli.names import Names
+from llmcli.probe import Floats, Ids, Rows, share
 
 ALIKE = 0.95
 """The cosine to a common direction from which rows count as alike."""

@@ -28,6 +28,7 @@ from llmcli.cache import Cache, new_cache
 from llmcli.config import ModelConfig
 from llmcli.errors import LlmcliError, UsageError
 from llmcli.generate import Sampling, choose, distribution, require_finite, rows_without_token
+from llmcli.matrix import find_matrix
 from llmcli.model import Decoder
 from llmcli.tokenizer import Tokenizer
 from llmcli.trace import (
@@ -506,7 +507,7 @@ class Lab:
                         "Open a checkpoint.",
                     )
                 size = self.tokenizer.size if self.tokenizer else None
-                self._rows = probe.Rows(probe.find_matrix(self._path), size)
+                self._rows = probe.Rows(find_matrix(self._path), size)
             if not 0 <= id < self._rows.count:
                 raise UsageError(f"there is no token {id}", f"The vocabulary has {self._rows.count:,}.")
             hits = self._rows.nearest(self._rows.vectors([id]), min(count, self.limits.top), exclude=[[id]])[0]

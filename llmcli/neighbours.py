@@ -1,35 +1,21 @@
-"""What is asked of an embedding matrix in words: the tokens near a token, a text, a vector or an analogy.
-
-`probe` knows rows and numbers; here rows have names. A checkpoint is only read; `export` writes new files.
-"""
+"""What is asked of an embedding matrix in words: the tokens near a token, a text, a vector or an analogy."""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
 import numpy as np
 
-from llmcli import vocabulary
 from llmcli.errors import TokenizerError, UsageError
-from llmcli.probe import Floats, Hit, Ids, Metric, Product, Rows, Side, Spread
-from llmcli.vocabulary import Vocabulary
-
-if TYPE_CHECKING:
-    from llmcli.tokenizer import Tokenizer
-
-
-class Token(msgspec.Struct, frozen=True):
-    """A row as the vocabulary spells it; `id` is None for what is no row (a mean, an analogy, a vector)."""
-
-    token: str
-    id: int | None
+from llmcli.matrix import Side
+from llmcli.names import Names, Token
+from llmcli.probe import Floats, Hit, Ids, Metric, Product, Rows, Spread
 
 
 class Neighbour(msgspec.Struct, frozen=True):
@@ -93,103 +79,6 @@ class Query(msgspec.Struct, frozen=True):
             block = block / np.linalg.norm(block, axis=1, keepdims=True)
         vector = np.asarray(self.weights) @ block
         return vector
-
-
-class Names:
-    """The rows of a checkpoint by name: its tokenizer's spellings, read when first asked for.
-
-    Spellings come from the file alone where that can be; the tokenizer is built for text that is no spelling.
-    """
-
-    def __init__(self, path: Path, rows: int) -> None:
-        self._folder, self.rows = path if path.is_dir() else path.parent, rows
-
-    @cached_property
-    def known(self) -> bool:
-        """Whether there is a tokenizer beside the weights, one that can be read here."""
-        files = ("tokenizer.json", "vocab.json", "tokenizer.model")
-        return self.unread is None and any((self._folder / name).is_file() for name in files)
-
-    @cached_property
-    def unread(self) -> TokenizerError | None:
-        """What is missing to read the tokenizer beside the weights, if an extra is: rows then go by number."""
-        other = any((self._folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))
-        if other or not (self._folder / "tokenizer.model").is_file():
-            return None
-        try:
-            self.tokenizer  # noqa: B018
-        except TokenizerError as error:
-            if "llmcli[" not in error.hint:  # it is damaged, which is another matter
-                raise
-            return error
-        return None
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        """The checkpoint's tokenizer. Raises TokenizerError where there is none."""
-        from llmcli import tokenizer
-
-        return tokenizer.load(self._folder)
-
-    @cached_property
-    def _spellings(self) -> Vocabulary | Tokenizer:
-        found = vocabulary.load(self._folder / "tokenizer.json")
-        return self.tokenizer if found is None else found
-
-    @property
-    def count(self) -> int:
-        """The rows that belong to a token: those behind the last token's are padding."""
-        return min(self.rows, self._spellings.size) if self.known else self.rows
-
-    def of(self, id: int) -> str:
-        """The spelling of a row's token, `<row 62>` where it has none."""
-        return self._spellings.token(id) if self.known else f"<row {id}>"
-
-    def id(self, text: str) -> int:
-        """The row that a user's word names: `#id`, a token's spelling, or text that is one token.
-
-        Raises TokenizerError, showing the pieces of what is several tokens, and for a row that does not exist.
-        """
-        row = vocabulary.row_number(text)
-        if row is not None:
-            id = row
-        elif re.fullmatch(r"#[+-]?\d+", text, re.ASCII) and not (self.known and self._spellings.id(text) is not None):
-            raise TokenizerError(f"{text}: there is no such row", f"Rows are numbered #0 to #{self.rows - 1}.")
-        elif not self.known:
-            raise self.unread or TokenizerError(
-                f"{text!r}: there is no tokenizer beside the weights", "Name rows as #id."
-            )
-        else:
-            spelled = self._spellings.id(text)
-            id = self.tokenizer.one_token(text) if spelled is None else spelled
-        self.check([id])
-        return id
-
-    def check(self, ids: Iterable[int]) -> None:
-        """Raise TokenizerError for an id that has no row."""
-        bad = next((id for id in ids if not 0 <= id < self.rows), None)
-        if bad is not None:
-            also = f"; the tokenizer's size is {self._spellings.size}" if self.known else ""
-            raise TokenizerError(
-                f"token id {bad} has no row in the model: its vocab_size is {self.rows}{also}",
-                "Use the tokenizer the model was trained with.",
-            )
-
-    def token(self, id: int) -> Token:
-        """A row with its name."""
-        return Token(self.of(id), id)
-
-    def word(self, word: str) -> int | None:
-        """The row of a word as it stands in running text (with a space before it), else as it stands; or None."""
-        if not self.known:
-            return None
-        for text in (" " + word, word):
-            try:
-                id = self.tokenizer.one_token(text)
-            except TokenizerError:
-                continue
-            return id if id < self.rows else None
-        return None
 
 
 def token_queries(names: Names, words: Iterable[str]) -> list[Query]:
@@ -363,7 +252,7 @@ def overlap(a: Iterable[Neighbour], b: Iterable[Neighbour]) -> float:
 def read_among(path: Path, names: Names) -> tuple[Ids, list[str]]:
     """The rows that a file names, one token a line as on the command line, and the lines that are not one token."""
     ids, unknown = [], []
-    for line in _lines(path):
+    for line in lines(path):
         if not line:
             continue
         try:
@@ -387,7 +276,8 @@ def _read(path: Path) -> bytes:
     return raw
 
 
-def _lines(path: Path) -> list[str]:
+def lines(path: Path) -> list[str]:
+    """The lines of a text file in UTF-8. Raises UsageError for one that is not, and for one over `MOST_BYTES`."""
     try:
         raw = _read(path)
         return raw.decode("utf-8-sig").replace("\r\n", "\n").split("\n")
@@ -397,174 +287,3 @@ def _lines(path: Path) -> list[str]:
         raise UsageError(
             f"{path}: not UTF-8 text (byte {raw[error.start]:#04x} at offset {error.start})", "Save it as UTF-8."
         ) from None
-
-
-class Section(msgspec.Struct, frozen=True):
-    """How well the analogies of one section are answered. `skipped` ones have a word that is not one token.
-
-    `accuracy` is the share of correct ones among those asked, None where none was.
-    """
-
-    name: str
-    asked: int
-    correct: int
-    skipped: int
-    accuracy: float | None
-
-
-class Analogies(msgspec.Struct, frozen=True):
-    """A file of analogies answered: by section, and all together."""
-
-    file: str
-    method: Method
-    sections: tuple[Section, ...]
-    total: Section
-
-
-def score_analogies(
-    rows: Rows,
-    names: Names,
-    path: Path,
-    *,
-    method: Method = "add",
-    among: Ids | None = None,
-    progress: Callable[[float], None] = lambda amount: None,
-) -> Analogies:
-    """Answer a file of analogies, `a b c d` a line under `: section` lines: is d the row nearest to b - a + c?
-
-    The three words asked with are no answer, as usual (Mikolov et al., 2013, arXiv:1301.3781). Of a word the token
-    with a space before it is meant where there is one. Raises UsageError for a line that has not four words and for a
-    file without questions, TokenizerError where words cannot be looked up.
-    """
-    if not names.known:
-        raise names.unread or TokenizerError(
-            "--analogies needs a tokenizer, and there is none beside the weights", "Ask with --analogy '#1 - #2 + #3'."
-        )
-    questions: list[tuple[int, tuple[int, ...]]] = []
-    titles: list[str] = []
-    skipped: list[int] = []
-    known: dict[str, int | None] = {}
-    for number, line in enumerate(_lines(path), 1):
-        words = line.split()
-        if line.startswith(":"):
-            titles.append(line[1:].strip())
-            skipped.append(0)
-        elif words:
-            if len(words) != 4:
-                raise UsageError(f"{path}, line {number}: {len(words)} words, not four", "Write: a b c d")
-            if not titles:
-                titles, skipped = [""], [0]
-            for word in words:
-                if word not in known:
-                    known[word] = names.word(word)
-            found = tuple(id for id in (known[word] for word in words) if id is not None)
-            if len(found) == len(words):
-                questions.append((len(titles) - 1, found))
-            else:
-                skipped[-1] += 1
-    if not questions and not any(skipped):
-        raise UsageError(f"{path}: holds no questions", "Write lines of four words: a b c d")
-    asked, correct = [0] * len(titles), [0] * len(titles)
-    bad = set(rows.unusable().tolist())
-    for start in range(0, len(questions), 64):
-        some = questions[start : start + 64]
-        batch = [(section, ids) for section, ids in some if not bad.intersection(ids[:3])]
-        for section, _ in some:
-            asked[section] += 1
-        if batch:
-            terms = np.stack([rows.vectors(ids[:3]) for _, ids in batch])
-            exclude = [ids[:3] for _, ids in batch]
-            for (section, ids), hits in zip(batch, _analogy_hits(rows, terms, method, exclude, among), strict=True):
-                correct[section] += bool(hits) and hits[0].id == ids[3]
-        progress(len(some))
-    sections = [
-        _section(title, n, right, left) for title, n, right, left in zip(titles, asked, correct, skipped, strict=True)
-    ]
-    total = _section("total", sum(asked), sum(correct), sum(skipped))
-    return Analogies(str(path), method, tuple(sections), total)
-
-
-def _analogy_hits(
-    rows: Rows, terms: Floats, method: Method, exclude: Sequence[Sequence[int]], among: Ids | None
-) -> list[list[Hit]]:
-    """The best row for each of the questions a : b = c : ?, terms (q, 3, d)."""
-    signs = (-1, 1, 1)
-    if method == "mul":
-        return rows.best(Product(terms, signs), 1, exclude, among)
-    unit = terms / np.linalg.norm(terms, axis=2, keepdims=True)
-    sums = np.einsum("t,qtd->qd", np.asarray(signs, np.float64), unit)
-    zero = ~(np.linalg.norm(sums, axis=1) > 0)
-    sums[zero, 0] = 1.0  # a question whose vectors cancel has no answer; any direction will do to leave it wrong
-    hits = rows.nearest(sums, 1, "cosine", exclude, among)
-    return [[] if none else found for none, found in zip(zero, hits, strict=True)]
-
-
-def _section(name: str, asked: int, correct: int, skipped: int) -> Section:
-    return Section(name, asked, correct, skipped, correct / asked if asked else None)
-
-
-class Export(msgspec.Struct, frozen=True):
-    """What was written: how many rows, of what length, into which files."""
-
-    rows: int
-    width: int
-    files: tuple[str, ...]
-
-
-def export(
-    rows: Rows, names: Names, folder: Path, ids: Sequence[int], progress: Callable[[float], None] = lambda amount: None
-) -> Export:
-    """Write rows as text: `vectors.tsv` and `metadata.tsv` for the Embedding Projector, `word2vec.txt` for gensim.
-
-    Numbers read back as the same float32. White space inside a token is written as an escape (`\\x20`), and a
-    spelling that occurs twice gets its id behind it. Raises UsageError when a file is there already or cannot be
-    written.
-    """
-    files = [folder / name for name in ("vectors.tsv", "metadata.tsv", "word2vec.txt")]
-    if there := [path for path in files if path.exists()]:
-        raise UsageError(f"--export: {there[0]} is there already", "Choose another folder, or remove it first.")
-    spellings = _distinct([(id, escaped(names.of(id))) for id in ids])
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with (
-            files[0].open("w", encoding="utf-8", newline="\n") as vectors,
-            files[1].open("w", encoding="utf-8", newline="\n") as metadata,
-            files[2].open("w", encoding="utf-8", newline="\n") as words,
-        ):
-            metadata.write("token\tid\n")
-            words.write(f"{len(ids)} {rows.matrix.width}\n")
-            for start in range(0, len(ids), 256):
-                some = ids[start : start + 256]
-                for id, row in zip(some, rows.vectors(some).tolist(), strict=True):
-                    numbers = [f"{value:.9g}" for value in row]
-                    vectors.write("\t".join(numbers) + "\n")
-                    metadata.write(f"{spellings[id]}\t{id}\n")
-                    words.write(f"{spellings[id]} {' '.join(numbers)}\n")
-                progress(len(some))
-    except OSError as error:
-        raise UsageError(f"{folder}: cannot be written ({error.strerror or error})", "Check the folder.") from None
-    return Export(len(ids), rows.matrix.width, tuple(str(path) for path in files))
-
-
-def escaped(token: str) -> str:
-    """A token on one line and without white space, other characters as they are: ` ` as `\\x20`, a newline as `\\n`."""
-    shown = "".join(c if c.isprintable() and not c.isspace() else _escape(c) for c in token)
-    return shown if shown else '""'
-
-
-def visible(token: str) -> str:
-    """A token for the eye: as `escaped`, but spaces inside stay, and so does `<row 62>`."""
-    return " ".join(escaped(part) for part in token.split(" ")) if token == token.strip(" ") != "" else escaped(token)
-
-
-def _escape(character: str) -> str:
-    return "\\x20" if character == " " else ascii(character)[1:-1]
-
-
-def _distinct(spellings: Sequence[tuple[int, str]]) -> dict[int, str]:
-    seen: set[str] = set()
-    result = {}
-    for id, spelling in spellings:
-        result[id] = spelling if spelling not in seen else f"{spelling}#{id}"
-        seen.add(result[id])
-    return result

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from llmcli.errors import UsageError
-from llmcli.neighbours import Answer, Neighbour, Token, visible
+from llmcli.names import Token, visible
+from llmcli.neighbours import Answer, Neighbour
 from llmcli.plot import PALETTE, SEQUENTIAL, drawing, readable
 from llmcli.probe import Floats, Rows
 

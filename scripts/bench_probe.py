@@ -36,8 +36,9 @@ K = 10
 OURS = """
 from pathlib import Path
 from llmcli import dots, probe
+from llmcli.matrix import find_matrix
 {}
-rows = probe.Rows(probe.find_matrix(Path(FOLDER)))
+rows = probe.Rows(find_matrix(Path(FOLDER)))
 def ask(id):
     return [(hit.id, hit.score) for hit in rows.nearest(rows.vectors([id]), K, exclude=[[id]])[0]]
 """

@@ -9,10 +9,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from llmcli import probe, tensors
+from llmcli import tensors
+from llmcli.matrix import Matrix, find_matrix
 
 NAME = "model.embed_tokens.weight"
 Values = npt.NDArray[Any]
+
+
+def random(rows: int, width: int, seed: int = 0) -> Values:
+    """Rows of normally distributed numbers, the same for the same seed."""
+    return np.random.default_rng(seed).standard_normal((rows, width)).astype(np.float32)
+
+
+def as_read(found: Matrix) -> Values:
+    """The values that the file really holds, as float64."""
+    array = tensors.read_array(found.info)
+    return tensors.as_float32(array, found.info.dtype).astype(np.float64) if array.dtype != "f8" else array
 
 
 def stored(values: Values, dtype: str) -> Values:
@@ -33,9 +45,9 @@ def write(folder: Path, matrices: dict[str, Values], dtype: str = "F32", before:
     return folder
 
 
-def matrix(folder: Path, values: Values, dtype: str = "F32", before: int = 0) -> probe.Matrix:
+def matrix(folder: Path, values: Values, dtype: str = "F32", before: int = 0) -> Matrix:
     """A matrix written and found again."""
-    return probe.find_matrix(write(folder, {NAME: values}, dtype, before))
+    return find_matrix(write(folder, {NAME: values}, dtype, before))
 
 
 def config(folder: Path, vocab_size: int, embed_dim: int, **changes: Any) -> None:

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 from matrices import NAME, Values, config, matrix, write
 
-from llmcli import cli, embeddings, neighbours, probe, tokenizer
+from llmcli import cli, embeddings, probe, tokenizer
+from llmcli.matrix import find_matrix
+from llmcli.names import Names
 
 STORIES = Path(__file__).parents[2] / "shared" / "models" / "stories260K"
 stories = pytest.mark.skipif(not STORIES.is_dir(), reason="needs the shared stories260K")
@@ -39,7 +41,7 @@ def draw(rows: int, width: int, seed: int = 0) -> Values:
 
 def report(folder: Path, values: Values, dtype: str = "F32") -> embeddings.EmbeddingReport:
     found = matrix(folder, values, dtype)
-    return embeddings.report(found, neighbours.Names(folder, found.rows))[0]
+    return embeddings.report(found, Names(folder, found.rows))[0]
 
 
 @pytest.fixture(params=[False, True], ids=["one panel", "many panels"])
@@ -129,8 +131,8 @@ def test_rows_without_a_token_are_listed_and_not_measured(tmp_path: Path) -> Non
     values[257:] = 1e6
     write(tmp_path, {NAME: values})
     tokenizer.bytes_tokenizer().save(tmp_path)
-    found = probe.find_matrix(tmp_path)
-    result, norms = embeddings.report(found, neighbours.Names(tmp_path, found.rows))
+    found = find_matrix(tmp_path)
+    result, norms = embeddings.report(found, Names(tmp_path, found.rows))
     assert result.without_token == (257, 258, 259)
     assert result.norms.max < 10 and len(norms) == 257
 

@@ -19,8 +19,9 @@ import pytest
 import tokenizers
 from matrices import NAME, Values, config, plain, ranking, write
 
-from llmcli import cli, neighbours, neighbours_plot, plot, probe, tensors, tokenizer
-from llmcli.neighbours import Names
+from llmcli import cli, neighbours, neighbours_plot, plot, tensors, tokenizer
+from llmcli.matrix import find_matrix
+from llmcli.names import Names, visible
 
 STORIES = Path(__file__).parents[2] / "shared" / "models" / "stories260K"
 stories = pytest.mark.skipif(not STORIES.is_dir(), reason="needs the shared stories260K")
@@ -113,7 +114,7 @@ def test_json_has_exactly_the_promised_keys_and_a_list_for_several(run: Run) -> 
 
 @stories
 def test_scores_of_an_fp32_file_are_float64s_to_1e_6(run: Run) -> None:
-    values = np.array(tensors.read_array(probe.find_matrix(STORIES).info), np.float64)
+    values = np.array(tensors.read_array(find_matrix(STORIES).info), np.float64)
     for metric in ("cosine", "dot", "l2"):
         scores = plain(values, values[300], metric)
         answer = run(STORIES, "#300", "-k", 600, "--metric", metric)
@@ -532,13 +533,9 @@ def test_a_picture_holds_all_that_was_asked_and_says_what_it_left_out(
     code, out, err = said(capsys, words, *asked, "-k", 3, "--json", *picture)
     answers = json.loads(out)
     shown = [text.get_text() for text in figures[0].axes[0].get_yticklabels()]
-    everything = {
-        neighbours.visible(word) for answer in answers for word in [answer["query"]["token"], *_tokens(answer)]
-    }
+    everything = {visible(word) for answer in answers for word in [answer["query"]["token"], *_tokens(answer)]}
     assert code == 0 and len(shown) == 6 and set(asked) < set(shown) < everything
-    assert set(shown) - set(asked) <= {neighbours.visible(_tokens(answer)[0]) for answer in answers}, (
-        "the nearest come first"
-    )
+    assert set(shown) - set(asked) <= {visible(_tokens(answer)[0]) for answer in answers}, "the nearest come first"
     assert f"there is room for 6 tokens, {len(everything) - 6} more are left out" in err
     assert "left out" not in said(capsys, words, "king", "-k", 5, *picture)[2]
 
@@ -559,7 +556,7 @@ def test_a_picture_of_a_sum_shows_what_it_is_made_of(
 ) -> None:
     found = _tokens(run(words, *query, "-k", 2, "--plot", tmp_path / "a.png"))
     labels = figures[0].axes[0].get_yticklabels()
-    assert [text.get_text() for text in labels] == [*parts, *map(neighbours.visible, found)]
+    assert [text.get_text() for text in labels] == [*parts, *map(visible, found)]
     assert [text.get_fontweight() for text in labels] == ["bold"] * len(parts) + ["normal"] * 2
 
 

@@ -6,19 +6,17 @@ import hashlib
 import json
 import threading
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import hf
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matrices import NAME, Values, config, matrix, plain, ranking, stored, write
+from matrices import Values, as_read, matrix, plain, random, ranking, stored
 
 from llmcli import dots, probe, tensors
-from llmcli.errors import CheckpointError, UsageError
+from llmcli.errors import UsageError
 
 KERNELS = ("Simd", "Pairs", "Wide")
 
@@ -40,16 +38,6 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         if other != name:
             monkeypatch.setattr(getattr(dots, other), "fits", staticmethod(lambda array: False))
     return name
-
-
-def random(rows: int, width: int, seed: int = 0) -> Values:
-    return np.random.default_rng(seed).standard_normal((rows, width)).astype(np.float32)
-
-
-def as_read(found: probe.Matrix) -> Values:
-    """The values that the file really holds, as float64."""
-    array = tensors.read_array(found.info)
-    return tensors.as_float32(array, found.info.dtype).astype(np.float64) if array.dtype != "f8" else array
 
 
 def check(rows: probe.Rows, values: Values, query: int, k: int, metric: Any = "cosine") -> None:
@@ -385,127 +373,6 @@ def test_an_error_in_one_thread_is_raised_and_stops_the_others(monkeypatch: pyte
     done.clear()
     probe.share(done.append, range(1000))
     assert sorted(done) == list(range(1000))
-
-
-# Finding the matrix
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield tmp_path_factory.mktemp("checkpoints")
-
-
-@pytest.mark.parametrize("family", hf.FAMILIES)
-def test_every_familys_matrices_are_found_by_its_table(family: str, checkpoints: Path) -> None:
-    for tied in (True, False):
-        folder = checkpoints / f"{family}-{tied}"
-        model = hf.make(family, folder, tie_word_embeddings=tied)
-        read = model.get_input_embeddings().weight.detach().numpy()
-        scored = model.get_output_embeddings().weight.detach().numpy()
-        for side, weight in (("input", read), ("output", scored)):
-            found = probe.find_matrix(folder, side)  # type: ignore[arg-type]
-            np.testing.assert_array_equal(as_read(found), weight)
-            assert found.tied is tied
-            assert not found.notes
-            assert found.scale == pytest.approx(4.0 if "gemma" in family else 1.0)
-
-
-def test_a_sharded_checkpoint(tmp_path: Path) -> None:
-    model = hf.make("llama", tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    model.save_pretrained(tmp_path, max_shard_size="10KB")
-    assert (tmp_path / "model.safetensors.index.json").exists()
-    found = probe.find_matrix(tmp_path, "output")
-    np.testing.assert_array_equal(as_read(found), model.lm_head.weight.detach().numpy())
-
-
-@pytest.mark.parametrize("name", ["_orig_mod.model.embed_tokens.weight", "module.embed_tokens.weight"])
-def test_wrappers_in_front_of_the_name(tmp_path: Path, name: str) -> None:
-    values = random(9, 4)
-    write(tmp_path, {name: values})
-    config(tmp_path, 9, 4)
-    found = probe.find_matrix(tmp_path)
-    np.testing.assert_array_equal(as_read(found), values)
-    assert not found.notes
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gpt_neox.embed_in.weight",
-        "transformer.word_embeddings.weight",
-        "tok_embeddings.weight",
-        "model.embed_tokens.weight",
-        "transformer.wte.weight",
-        "backbone.embeddings.weight",
-    ],
-)
-def test_an_unknown_familys_matrix_is_found_by_its_name_and_a_note_says_so(tmp_path: Path, name: str) -> None:
-    values = random(9, 4)
-    write(tmp_path, {name: values, "gpt_neox.layers.0.attention.dense.weight": random(4, 4)})
-    config(tmp_path, 9, 4, model_type="somebody_elses")
-    found = probe.find_matrix(tmp_path)
-    np.testing.assert_array_equal(as_read(found), values)
-    assert "somebody_elses" in found.notes[0]
-    (tmp_path / "config.json").unlink()
-    alone = probe.find_matrix(tmp_path / "model.safetensors")
-    assert alone.info == found.info
-    assert "no config.json" in alone.notes[0]
-
-
-def test_both_matrices_of_an_untied_checkpoint_and_only_one_of_a_tied(tmp_path: Path) -> None:
-    write(tmp_path, {NAME: random(9, 4), "lm_head.weight": random(9, 4, 1)})
-    for tied in (True, False):  # what the file holds beats what the config says
-        config(tmp_path, 9, 4, tie_word_embeddings=tied)
-        for side, seed in (("input", 0), ("output", 1)):
-            found = probe.find_matrix(tmp_path, side)  # type: ignore[arg-type]
-            np.testing.assert_array_equal(as_read(found), random(9, 4, seed))
-            assert not found.tied
-    write(tmp_path, {"lm_head.weight": random(9, 4, 1)})
-    config(tmp_path, 9, 4)
-    found = probe.find_matrix(tmp_path)
-    assert found.info.name == "lm_head.weight" and found.tied
-    assert "serves as both" in found.notes[0]
-    config(tmp_path, 9, 4, tie_word_embeddings=False)
-    with pytest.raises(CheckpointError, match="no embedding matrix"):
-        probe.find_matrix(tmp_path)
-
-
-def test_an_untied_checkpoint_without_an_output_is_refused_for_the_output_only(tmp_path: Path) -> None:
-    write(tmp_path, {NAME: random(9, 4)})
-    config(tmp_path, 9, 4, tie_word_embeddings=False)
-    assert not probe.find_matrix(tmp_path).tied
-    with pytest.raises(CheckpointError, match=r"no output matrix.*not tied") as refused:
-        probe.find_matrix(tmp_path, "output")
-    assert "--matrix input" in refused.value.hint and f"load-hf {tmp_path} --tie tie" in refused.value.hint
-    write(tmp_path, {"lm_head.weight": random(9, 4)})
-    with pytest.raises(CheckpointError, match=r"no embedding matrix.*not tied") as refused:
-        probe.find_matrix(tmp_path)
-    assert "--matrix output" in refused.value.hint and "'lm_head.weight'" in refused.value.hint
-
-
-def test_what_is_no_matrix_of_numbers_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, {NAME: random(9, 4)[0]})
-    with pytest.raises(CheckpointError, match="not a matrix"):
-        probe.find_matrix(tmp_path)
-    write(tmp_path, {NAME: np.zeros((0, 4))})
-    with pytest.raises(CheckpointError, match="empty"):
-        probe.find_matrix(tmp_path)
-    header = tensors.write_header([(NAME, "I8", (4, 4))])
-    (tmp_path / "model.safetensors").write_bytes(header + bytes(16))
-    with pytest.raises(CheckpointError, match="I8"):
-        probe.find_matrix(tmp_path)
-    write(tmp_path, {NAME: random(9, 4)})
-    config(tmp_path, 9, 6)
-    with pytest.raises(CheckpointError, match="the config says 6"):
-        probe.find_matrix(tmp_path)
-    write(tmp_path, {NAME: random(9, 4), "encoder.embed_tokens.weight": random(9, 4)})
-    (tmp_path / "config.json").unlink()
-    with pytest.raises(CheckpointError, match="2 tensors may be the input matrix"):
-        probe.find_matrix(tmp_path)
-    write(tmp_path, {"something.weight": random(9, 4)})
-    with pytest.raises(CheckpointError, match=r"no embedding matrix among its 1 tensors"):
-        probe.find_matrix(tmp_path)
 
 
 def test_the_helpers_bits_are_bfloat16s() -> None:

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from llmcli.embeddings import EmbeddingReport
-    from llmcli.neighbours import Names
-    from llmcli.probe import Floats, Matrix
+    from llmcli.matrix import Matrix
+    from llmcli.names import Names
+    from llmcli.probe import Floats
 
 GROUP = "Look inside"
 
@@ -56,13 +57,15 @@ def run(
         from llmcli.plot import check
 
         check(plot)
-    from llmcli import embeddings, neighbours, probe, targets
+    from llmcli import embeddings, targets
+    from llmcli.matrix import find_matrix
+    from llmcli.names import Names
 
     path = targets.find_checkpoint(checkpoint, revision=revision, offline=offline)
-    found = probe.find_matrix(path, matrix)
+    found = find_matrix(path, matrix)
     for text in found.notes:
         note(text)
-    names = neighbours.Names(path, found.rows)
+    names = Names(path, found.rows)
     if names.unread:
         note(f"{names.unread.message}: rows go by number. {names.unread.hint}")
     with progress("reading", total=1) as advance:
@@ -77,7 +80,7 @@ def view(result: EmbeddingReport, name: Callable[[int], str]) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    from llmcli.neighbours import visible
+    from llmcli.names import visible
 
     def tokens(ids: tuple[int, ...]) -> str:
         shown = " ".join(visible(name(id)) for id in ids[:MOST])

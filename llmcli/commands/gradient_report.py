@@ -41,7 +41,7 @@ def run(
 
     from llmcli import gradients, targets
     from llmcli.errors import UsageError
-    from llmcli.neighbours import Names
+    from llmcli.names import Names
 
     path = targets.find_checkpoint(checkpoint, revision=revision, offline=offline)
     model, _ = open_model(str(path), tie, keep, "float32", device=device)
@@ -59,7 +59,7 @@ def view(result: GradientReport) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    from llmcli.neighbours import visible
+    from llmcli.names import visible
 
     paths = table()
     for heading in ("path", "rows reached", "norm of the gradient"):

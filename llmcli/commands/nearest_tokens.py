@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from llmcli.neighbours import Analogies, Answer, Comparison, Export, Names, Query
+    from llmcli.analogies import Analogies
+    from llmcli.export import Export
+    from llmcli.names import Names
+    from llmcli.neighbours import Answer, Comparison, Query
     from llmcli.probe import Ids, Rows, Spread
 
 GROUP = "Look inside"
@@ -149,16 +152,20 @@ def run(
         what = "--analogies" if analogies else "--export" if export else "--plot"
         raise UsageError(f"{what} is about one matrix", "Choose --matrix input or --matrix output.")
 
+    from llmcli import analogies as analogy_files
+    from llmcli import export as exports
     from llmcli import neighbours, probe, targets
+    from llmcli.matrix import find_matrix
+    from llmcli.names import Names, Token
 
     path = targets.find_checkpoint(checkpoint, revision=revision, offline=offline)
     sides: tuple[Literal["input", "output"], ...] = ("input", "output") if matrix == "both" else (matrix,)
-    matrices = [probe.find_matrix(path, side) for side in sides]
+    matrices = [find_matrix(path, side) for side in sides]
     for text_of_note in dict.fromkeys(text for found in matrices for text in found.notes):
         note(text_of_note)
     if matrix != "input" and matrices[-1].tied:
         note("the output is tied to the embedding: both are the same matrix")
-    names = neighbours.Names(path, min(found.rows for found in matrices))
+    names = Names(path, min(found.rows for found in matrices))
     queries = _queries(names, matrices[0].width, tokens or [], text or [], vector, analogy or [], mean)
     if names.unread:
         note(f"{names.unread.message}: rows go by number. {names.unread.hint}")
@@ -188,19 +195,19 @@ def run(
             _say_left_out(opened.values(), all_rows)
     if analogies:
         with progress("answering analogies", unit="questions") as advance:
-            scored = neighbours.score_analogies(rows, names, analogies, method=method, among=chosen, progress=advance)
+            scored = analogy_files.score(rows, names, analogies, method=method, among=chosen, progress=advance)
         show(scored, view_analogies)
     if export:
         ids = list(range(rows.count)) if chosen is None else sorted(set(chosen.tolist()))
         with progress("writing", total=len(ids), unit="rows") as advance:
-            written = neighbours.export(rows, names, export, ids, advance)
+            written = exports.export(rows, names, export, ids, advance)
         show(written, view_export)
     if as_json and results:
         emit_json(results[0] if len(results) == 1 else results)
     if plot:
         from llmcli.neighbours_plot import MOST_DRAWN, draw
 
-        made_of = [[neighbours.Token(names.of(id), id) for id in query.ids] for query in queries]
+        made_of = [[Token(names.of(id), id) for id in query.ids] for query in queries]
         drawn = [answer for answer in answers if isinstance(answer, neighbours.Answer)]
         if dropped := draw(drawn, made_of, rows, plot):
             note(f"{plot}: there is room for {MOST_DRAWN} tokens, {dropped:,} more are left out")
@@ -282,7 +289,8 @@ def view(answers: Sequence[Answer] | Sequence[Comparison], metric: str) -> Rende
     from rich.console import Group
     from rich.text import Text
 
-    from llmcli.neighbours import Answer, visible
+    from llmcli.names import visible
+    from llmcli.neighbours import Answer
 
     parts: list[RenderableType] = []
     for answer in answers:
@@ -317,7 +325,7 @@ def _columns(table: Table, metric: str) -> None:
 def _table(answer: Answer, metric: str) -> Fit:
     from rich.text import Text
 
-    from llmcli.neighbours import visible
+    from llmcli.names import visible
 
     made = table()
     _columns(made, metric)
@@ -331,7 +339,7 @@ def _side_by_side(answer: Comparison, metric: str) -> Fit:
 
     from rich.text import Text
 
-    from llmcli.neighbours import visible
+    from llmcli.names import visible
 
     made = table()
     made.add_column("input", min_width=12, no_wrap=True)
