@@ -31,7 +31,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llmcli.errors import LlmcliError, UsageError
 from llmcli.generate import Sampling
-from llmcli.lab import Lab, UnknownText, page
+from llmcli.lab import Lab, UnknownText
+from llmcli.page import as_html
 
 T = TypeVar("T")
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -131,7 +132,7 @@ class _Queue:
 
 def application(lab: Lab, host: str = "127.0.0.1") -> ASGIApp:
     """The page and its questions as an ASGI application, for a server that listens on `host`."""
-    html = page()[0]
+    html = as_html()[0]
     content_policy = policy(html)
     queue = _Queue()
 

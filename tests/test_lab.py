@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from llmcli import checkpoint, cli, lab, server, tokenizer, trace
+from llmcli import checkpoint, cli, lab, page, server, sketch, tokenizer, trace
 from llmcli.errors import UsageError
 from llmcli.generate import Sampling, generate
 from llmcli.lab import Lab, Limits
@@ -153,7 +153,7 @@ def test_labels_of_a_window_begin_where_it_begins(opened: Labs) -> None:
 def test_a_pooled_step_is_the_value_farthest_from_zero(shape: list[int], steps: list[int], seed: int) -> None:
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     steps = steps[: len(shape)]
-    pooled = lab.farthest(tensor, steps)
+    pooled = sketch.farthest(tensor, steps)
     assert list(pooled.shape) == [-(-size // step) for size, step in zip(shape, steps, strict=True)]
     for place in np.ndindex(*pooled.shape):
         cell = tensor[tuple(slice(p * step, (p + 1) * step) for p, step in zip(place, steps, strict=True))].flatten()
@@ -257,15 +257,15 @@ def test_sketches_are_small_and_bounded_whatever_the_stage(kind: str, opened: La
         assert values.shape[1] <= 12
         assert values.size <= 8 * 12 * 12
         assert abs(values).max() <= 127
-        if trace.KINDS.get(name.rpartition(".")[2]) and name.rpartition(".")[2] in lab.POSITIVE:
+        if trace.KINDS.get(name.rpartition(".")[2]) and name.rpartition(".")[2] in sketch.POSITIVE:
             assert values.min() >= 0
             assert values.max() == 127
 
 
 def test_a_sketch_survives_zeros_and_what_is_not_a_number() -> None:
-    assert np.array(lab.sketch("embed", torch.zeros(3, 4))).max() == 0
-    assert np.array(lab.sketch("embed", torch.full((3, 4), float("nan")))).shape == (1, 3, 4)
-    assert np.array(lab.sketch("embed", torch.tensor([[1.0, -1.0]]))).tolist() == [[[42, -42]]]
+    assert np.array(sketch.sketch("embed", torch.zeros(3, 4))).max() == 0
+    assert np.array(sketch.sketch("embed", torch.full((3, 4), float("nan")))).shape == (1, 3, 4)
+    assert np.array(sketch.sketch("embed", torch.tensor([[1.0, -1.0]]))).tolist() == [[[42, -42]]]
 
 
 def test_tokens_read_as_text() -> None:
@@ -389,12 +389,12 @@ def test_a_text_whose_pass_broke_off_is_let_go(opened: Labs, monkeypatch: pytest
 # The page as one file
 
 
-def tensors_in(page: str) -> dict[tuple[str, str], np.ndarray]:
+def tensors_in(html: str) -> dict[tuple[str, str], np.ndarray]:
     attributes = ' data-of="(.*?)" data-name="(.*?)" data-dtype="(.*?)" data-shape="(.*?)"'
     pattern = f'<script type="text/plain"{attributes}>(.*?)</script>'
     return {
         (of, name): np.frombuffer(base64.b64decode(data), dtype).reshape([int(size) for size in shape.split()])
-        for of, name, dtype, shape, data in re.findall(pattern, page)
+        for of, name, dtype, shape, data in re.findall(pattern, html)
     }
 
 
@@ -406,40 +406,40 @@ def test_the_page_says_why_a_token_has_no_neighbours(tmp_path: Path) -> None:
         model.token_embeddings.weight[token] = 0
     checkpoint.save(model, folder, extra_files=tokenizer.load(folder).save)
     one = labs.open_lab(folder)
-    page, _ = lab.page(one, one.start(labs.PROMPT).id)
-    recording = re.search(r'id="recording">(.*?)</script>', page)
+    html, _ = page.as_html(one, one.start(labs.PROMPT).id)
+    recording = re.search(r'id="recording">(.*?)</script>', html)
     assert recording is not None
     nearest = json.loads(recording[1])["nearest"]
     assert "no direction" in nearest.pop(str(token))["error"]
-    assert nearest and all(len(found) == lab.NEIGHBOURS for found in nearest.values())
+    assert nearest and all(len(found) == page.NEIGHBOURS for found in nearest.values())
 
 
 def test_the_page_holds_every_tensor_bit_for_bit_and_names_nothing_outside(opened: Labs) -> None:
     one = opened("untied")
     text = one.start(labs.PROMPT)
     one.step(text.id, GREEDY)
-    page, rounded = lab.page(one, text.id)
+    html, rounded = page.as_html(one, text.id)
     assert not rounded
-    found = tensors_in(page)
+    found = tensors_in(html)
     for number in range(2):
         for name, tensor in one.recorded(text.id, number).tensors.items():
             if name != "probabilities":
                 np.testing.assert_array_equal(found[str(number), name], tensor, err_msg=name)
     np.testing.assert_array_equal(found["model", "output_projection.weight"], one.matrices["output_projection.weight"])
-    assert "connect-src 'none'" in page
-    assert set(re.findall(r"https?://[^'\"\s)]+", page)) == {"http://www.w3.org/2000/svg"}
-    assert not re.findall(r"<(?:link|script|img|iframe)[^>]*(?:src|href)=\"(?!data:)", page)
+    assert "connect-src 'none'" in html
+    assert set(re.findall(r"https?://[^'\"\s)]+", html)) == {"http://www.w3.org/2000/svg"}
+    assert not re.findall(r"<(?:link|script|img|iframe)[^>]*(?:src|href)=\"(?!data:)", html)
 
 
 def test_no_text_breaks_out_of_the_page(opened: Labs) -> None:
     one = opened("tied")
     wicked = "</script><script>alert(1)</script><!-- \u2028 &amp;"
     text = one.start(wicked)
-    page, _ = lab.page(one, text.id)
-    assert "alert(1)</script>" not in page
-    found = json.loads(re.search(r'id="recording">(.*?)</script>', page, re.DOTALL)[1])  # type: ignore[index]
+    html, _ = page.as_html(one, text.id)
+    assert "alert(1)</script>" not in html
+    found = json.loads(re.search(r'id="recording">(.*?)</script>', html, re.DOTALL)[1])  # type: ignore[index]
     assert found["text"]["prompt"] == wicked
-    assert page.count("<script") == page.count("</script>")
+    assert html.count("<script") == html.count("</script>")
 
 
 def test_a_large_recording_is_rounded_and_a_larger_one_refused(opened: Labs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,31 +447,31 @@ def test_a_large_recording_is_rounded_and_a_larger_one_refused(opened: Labs, mon
     text = one.start(labs.PROMPT)
     made = one.recorded(text.id, 0)
     made.tensors["embed"][0, 0] = 1e5  # more than float16 has
-    monkeypatch.setattr(lab, "EXACT_BYTES", 1000)
-    page, rounded = lab.page(one, text.id)
+    monkeypatch.setattr(page, "EXACT_BYTES", 1000)
+    html, rounded = page.as_html(one, text.id)
     assert rounded
-    found = tensors_in(page)
+    found = tensors_in(html)
     assert found["0", "embed"].dtype == np.float32
     assert found["0", "logits"].dtype == np.float16
     np.testing.assert_allclose(found["0", "logits"], made.tensors["logits"], rtol=1e-3, atol=1e-6)
     np.testing.assert_array_equal(found["0", "ids"], made.tensors["ids"])
-    monkeypatch.setattr(lab, "MOST_BYTES", 1000)
-    with pytest.raises(lab.TooLarge):
-        lab.page(one, text.id)
+    monkeypatch.setattr(page, "MOST_BYTES", 1000)
+    with pytest.raises(page.TooLarge):
+        page.as_html(one, text.id)
 
 
 def test_a_large_matrix_leaves_the_rows_of_the_candidates_in_the_page(
     opened: Labs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lab, "SMALL", 1)
+    monkeypatch.setattr(page, "SMALL", 1)
     one = opened("tied")
     text = one.start("a")
     for tensor in ("logits", "probabilities"):  # a vocabulary far larger than the text's other values
         assert one.recorded(text.id, 0).tensors[tensor].shape == (1, labs.ROWS)
-    page, _ = lab.page(one, text.id)
-    found = tensors_in(page)
+    html, _ = page.as_html(one, text.id)
+    found = tensors_in(html)
     assert ("model", "token_embeddings.weight") not in found
-    ids = [candidate.token.id for candidate in one.top(one.recorded(text.id, 0), 0, lab.TOP, Sampling())]
+    ids = [candidate.token.id for candidate in one.top(one.recorded(text.id, 0), 0, page.TOP, Sampling())]
     rows = found["candidates", "token_embeddings.weight"]
     np.testing.assert_array_equal(rows, one.model.token_embeddings.weight.detach()[sorted(ids)])
 
@@ -615,14 +615,14 @@ def test_a_host_is_known_when_no_name_server_can_have_made_it_up(bound: str, hea
 
 
 def test_the_page_allows_its_own_script_and_style_and_nothing_else(served: str) -> None:
-    status, page, headers = labs.ask(served, "/")
+    status, html, headers = labs.ask(served, "/")
     assert status == 200
-    assert page == lab.PAGE.read_text("utf-8")
+    assert html == page.PAGE.read_text("utf-8")
     policy = headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
     assert policy.count("'sha256-") == 2
-    assert page.count("<script>") == page.count("<style>") == 1
+    assert html.count("<script>") == html.count("<style>") == 1
     assert headers["x-content-type-options"] == "nosniff"
     assert headers["cache-control"] == "no-store"
     assert "server" not in headers

@@ -17,7 +17,8 @@ from playwright.sync_api import BrowserContext, Page, expect, sync_playwright
 
 from llmcli import cli, server
 from llmcli.generate import Sampling
-from llmcli.lab import Lab, page
+from llmcli.lab import Lab
+from llmcli.page import as_html
 from llmcli.trace import Pass
 
 CHROMIUM = shutil.which("chromium")
@@ -610,7 +611,7 @@ def test_a_damaged_model_shows_where_its_values_end_to_be_numbers(
         expect(tab.locator("#status")).to_contain_text("blocks.1.feed_forward.down.weight holds NaN")
         assert "status of 422" in complaints.pop()
         file = tmp_path / "damaged.html"
-        file.write_text(page(one, next(reversed(one._texts)))[0], "utf-8")
+        file.write_text(as_html(one, next(reversed(one._texts)))[0], "utf-8")
     load(tab, file.as_uri(), "logits")
     assert set(tab.locator("#values td").all_inner_texts()) == {"NaN"}
 
@@ -693,7 +694,7 @@ def test_file_and_server_give_the_same_answers(tab: Page, urls: Any, labs_of: An
     load(tab, urls("capped"))
     by_server = tab.evaluate(QUESTIONS)
     file = tmp_path / "page.html"
-    file.write_text(page(one, next(reversed(one._texts)))[0], "utf-8")
+    file.write_text(as_html(one, next(reversed(one._texts)))[0], "utf-8")
     load(tab, file.as_uri())
     by_file = tab.evaluate(QUESTIONS)
     by_server[6], by_server[9] = by_server[6][:10], by_server[9][:8]

@@ -233,9 +233,9 @@ def _check_place(file: Path | None, suffix: str) -> None:
 
 
 def _write_page(lab: Lab, text: str, file: Path) -> None:
-    from llmcli.lab import page
+    from llmcli.page import as_html
 
-    content, rounded = page(lab, text)
+    content, rounded = as_html(lab, text)
     try:
         file.write_text(content, "utf-8")
     except OSError as error:
