@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from llmcli import cli, curves, events, output, run_folder, tensors
+from llmcli import cli, curves, events, followers, output, run_folder, tensors
 from llmcli.commands import train as command
 
 RECIPE = """
@@ -369,7 +369,7 @@ def test_with_json_each_line_is_an_event(recipe: Path, tmp_path: Path, capsys: p
 def test_a_terminal_sees_the_state_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
-    screen, console = command.Screen(), Console(width=100, record=True)
+    screen, console = followers.Screen(), Console(width=100, record=True)
 
     def shown() -> str:
         console.print(screen)
@@ -586,8 +586,8 @@ def test_what_text_was_read_is_said(tmp_path: Path, recipe: Path, capsys: pytest
 
 
 def test_the_corpus_that_python_carries_is_named() -> None:
-    assert command.read_from(events.Source(0, 1, 460_000, 465_000)) == "Python's help pages, 465 kB in 1 document"
-    assert command.read_from(events.Source(1, 2, 10, 12)) == "1 file, 12 B in 2 documents"
+    assert followers.read_from(events.Source(0, 1, 460_000, 465_000)) == "Python's help pages, 465 kB in 1 document"
+    assert followers.read_from(events.Source(1, 2, 10, 12)) == "1 file, 12 B in 2 documents"
 
 
 def test_a_run_that_is_finished_has_nothing_left_to_do_and_says_so(
