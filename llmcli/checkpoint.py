@@ -22,9 +22,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from llmcli import families, hf_config, hub, mapping, targets, tensors
+from llmcli import families, hf_config, hub, mapping, targets, tensors, weight_files
 from llmcli.config import ModelConfig
-from llmcli.errors import CheckpointError, UsageError
+from llmcli.errors import CheckpointError, UsageError, clip
 from llmcli.model import Decoder
 from llmcli.tensors import TensorInfo
 from llmcli.tying import Request, Side
@@ -50,7 +50,7 @@ def dtype_of(name: str | torch.dtype) -> torch.dtype:
 def plan(path: Path, tie: Request = "auto", keep: Side | None = None) -> mapping.Plan:
     """How the checkpoint at `path` fills a model, from headers alone. Raises CheckpointError or ConfigError.
 
-    For safetensors this needs no torch: `mapping.plan` of what `tensors.read_checkpoint` finds.
+    For safetensors this needs no torch: `mapping.plan` of what `weight_files.read_checkpoint` finds.
     """
     return Reader().plan(path, tie, keep)
 
@@ -149,7 +149,7 @@ class Reader:
 
     def plan(self, path: Path, tie: Request = "auto", keep: Side | None = None) -> mapping.Plan:
         """As the module's `plan`, remembering the pickles it had to open."""
-        files = tensors.read_checkpoint(path, self.headers)
+        files = weight_files.read_checkpoint(path, self.headers)
         hf = targets.read_hf_config(path)
         made = mapping.plan(files, hf, str(path), request=tie, keep=keep, read=self.rows)
         return msgspec.structs.replace(made, ignored=(*made.ignored, *sorted(set(self._beside))))
@@ -180,7 +180,7 @@ class Reader:
 
     def headers(self, path: Path) -> dict[str, TensorInfo]:
         """The tensors of one file, a pickle or safetensors."""
-        if path.suffix not in tensors.PICKLES:
+        if path.suffix not in weight_files.PICKLES:
             return tensors.read_header(path)
         values, beside = read_pickle(path)
         self._pickles[path] = values
@@ -232,14 +232,14 @@ def read_pickle(path: Path) -> tuple[dict[str, Tensor], list[str]]:
     except pickle.UnpicklingError as error:
         wants = re.search(r"GLOBAL (\w+\.[\w.]+)|unrecognized function (<.*>)", str(error))
         if wants:
-            name = tensors.clip(wants[1] or wants[2])
+            name = clip(wants[1] or wants[2])
             raise CheckpointError(
                 f"{path}: reading it would run code ({name}), which a file of weights has no need of; nothing was run",
                 "Do not load it elsewhere either, unless you trust whoever made it.",
             ) from None
         raise CheckpointError(f"{path}: not a PyTorch file, or damaged", "Get it again.") from None
     except Exception as error:  # a damaged pickle can fail anywhere in torch's reader
-        reason = tensors.clip(str(error).partition("\n")[0] or type(error).__name__)
+        reason = clip(str(error).partition("\n")[0] or type(error).__name__)
         raise CheckpointError(f"{path}: not a PyTorch file, or damaged ({reason})", "Get it again.") from None
     return _unwrapped(value, path)
 
@@ -263,17 +263,17 @@ def _unwrapped(value: Any, path: Path) -> tuple[dict[str, Tensor], list[str]]:
         inner = next((key for key in _WRAPS if isinstance(value, dict) and isinstance(value.get(key), dict)), None)
         if inner is None:
             break
-        beside += [tensors.clip(str(key)) for key in value if key != inner]
+        beside += [clip(str(key)) for key in value if key != inner]
         value = value[inner]
     if not isinstance(value, dict) or not any(isinstance(entry, Tensor) for entry in value.values()):
         raise CheckpointError(f"{path}: holds no tensors by name", "It is not a state dict; save model.state_dict().")
     found: dict[str, Tensor] = {}
     for key, entry in value.items():
         if not isinstance(entry, Tensor):
-            beside.append(tensors.clip(str(key)))
+            beside.append(clip(str(key)))
             continue
         if not isinstance(key, str) or len(key) > 500 or not key.isprintable():
-            raise CheckpointError(f"{path}: {tensors.clip(ascii(key))} is no tensor's name", "The file is damaged.")
+            raise CheckpointError(f"{path}: {clip(ascii(key))} is no tensor's name", "The file is damaged.")
         if entry.layout != torch.strided or entry.is_quantized or entry.device.type != "cpu":
             raise CheckpointError(
                 f"{path}: tensor '{key}' is sparse, quantised or without data", "Save plain tensors on the CPU."
@@ -380,7 +380,7 @@ def write_tensors(
 def carry(source: Path, folder: Path) -> None:
     """Copy what belongs to a checkpoint beside its weights. Raises CheckpointError for a link that leads out of it."""
     for name in hub.BESIDE:
-        if found := tensors.inside(source if source.is_dir() else source.parent, name):
+        if found := weight_files.inside(source if source.is_dir() else source.parent, name):
             shutil.copyfile(found, folder / name)
 
 

@@ -16,7 +16,8 @@ import msgspec
 
 from llmcli import tensors
 from llmcli.mapping import canonical
-from llmcli.tensors import Checkpoint, ReadRows, TensorInfo, read_rows
+from llmcli.tensors import ReadRows, TensorInfo, read_rows
+from llmcli.weight_files import Checkpoint
 
 if TYPE_CHECKING:
     import numpy.typing as npt

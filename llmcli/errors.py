@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class LlmcliError(Exception):
     """Something llmcli will not do. `message` says what is wrong and where; `hint` says what to do about it.
@@ -41,3 +43,16 @@ class DataError(LlmcliError):
 
 class TrainingError(LlmcliError):
     """A training run cannot start, go on, or be resumed."""
+
+
+def listing(names: Iterable[str], most: int = 50, between: str = ", ") -> str:
+    """Names in a row for a message; of very many the first, and how many more."""
+    names = list(names)
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return between.join(clip(name) for name in names[:most]) + more
+
+
+def clip(text: str, most: int = 200) -> str:
+    """Text that a file holds, fit for a message: on one line, and not endless."""
+    shown = text if text.isprintable() else ascii(text)[1:-1]
+    return shown if len(shown) <= most else f"{shown[:most]}…"

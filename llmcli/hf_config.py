@@ -16,9 +16,8 @@ import msgspec
 
 from llmcli import families
 from llmcli.config import WRITING, ModelConfig, parse
-from llmcli.errors import ConfigError
+from llmcli.errors import ConfigError, clip, listing
 from llmcli.families import Family
-from llmcli.tensors import clip, listing
 
 PRIVATE = "llmcli-"
 """The prefix of `model_type` for what Hugging Face's format cannot say: other tools refuse it instead of misreading."""

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import msgspec
 
-from llmcli import tensors
-from llmcli.errors import CheckpointError, LlmcliError, UsageError
-from llmcli.tensors import Checkpoint, TensorInfo
+from llmcli import tensors, weight_files
+from llmcli.errors import CheckpointError, LlmcliError, UsageError, listing
+from llmcli.tensors import TensorInfo
+from llmcli.weight_files import Checkpoint
 
 CONFIG = "config.json"
 BESIDE = (
@@ -98,13 +99,13 @@ def fetch_headers(repo: RepoId, offline: bool = False) -> Headers:
     with _refusals(repo):
         if _is_offline(offline):
             folder = _cached_checkpoint(repo)
-            return Headers(folder, tensors.read_checkpoint(folder), here=True)
+            return Headers(folder, weight_files.read_checkpoint(folder), here=True)
         commit, names = _look(repo)
         form = _form(repo, names)
         folder = _fetch_config(repo, commit)
         weights = _weights(repo, commit, names, form)
         if all((folder / name).exists() for name in weights):
-            return Headers(folder, tensors.read_checkpoint(folder), here=True)
+            return Headers(folder, weight_files.read_checkpoint(folder), here=True)
         if not all(name.endswith(".safetensors") for name in weights):
             raise CheckpointError(
                 f"{repo}: its weights are {', '.join(weights)}, which tell nothing before they are read whole",
@@ -115,7 +116,7 @@ def fetch_headers(repo: RepoId, offline: bool = False) -> Headers:
         found = _joined(repo, headers)
         if absent := sorted(_weight_map(repo, folder / form).keys() - found.infos.keys()) if len(weights) > 1 else []:
             raise CheckpointError(
-                f"{repo}: {form} names tensors that no shard holds: {tensors.listing(absent)}", "Take another revision."
+                f"{repo}: {form} names tensors that no shard holds: {listing(absent)}", "Take another revision."
             )
         return Headers(folder, found, here=False)
 
@@ -125,9 +126,7 @@ def _joined(repo: RepoId, headers: list[dict[str, TensorInfo]]) -> Checkpoint:
     infos: dict[str, TensorInfo] = {}
     for header in headers:
         if twice := sorted(infos.keys() & header.keys()):
-            raise CheckpointError(
-                f"{repo}: tensors that are in two shards: {tensors.listing(twice)}", "Take another revision."
-            )
+            raise CheckpointError(f"{repo}: tensors that are in two shards: {listing(twice)}", "Take another revision.")
         infos |= header
     return Checkpoint(infos, tuple(sorted({info.file for info in infos.values()})))
 
@@ -292,7 +291,7 @@ def _cached_folder(repo: RepoId) -> Path:
 def _cached_checkpoint(repo: RepoId) -> Path:
     folder = _cached_folder(repo)
     try:
-        tensors.find_files(folder)
+        weight_files.find_files(folder)
     except CheckpointError as error:
         raise CheckpointError(
             f"{repo}: not all of it is in the cache, and offline ({error.message})",

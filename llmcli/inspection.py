@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from llmcli import families, params, targets, tensors
+from llmcli import families, params, targets, tensors, weight_files
 from llmcli.config import ModelConfig
 from llmcli.errors import CheckpointError, LlmcliError, UsageError
 from llmcli.hf_config import HfConfig
 from llmcli.mapping import EMBEDDING, HEAD, HEAD_BIAS, Match, canonical, grouped, left_alone, match, mismatches, ranges
-from llmcli.tensors import Checkpoint, ReadRows, TensorInfo, read_rows
+from llmcli.tensors import ReadRows, TensorInfo, read_rows
 from llmcli.tying import Decision, Evidence, Side, decide
+from llmcli.weight_files import Checkpoint
 
 if TYPE_CHECKING:
     import numpy as np
@@ -254,7 +255,7 @@ def open_files(path: Path, read_file: ReadFile = tensors.read_header) -> tuple[C
     Raises CheckpointError where that leaves nothing.
     """
     try:
-        return tensors.read_checkpoint(path, read_file), []
+        return weight_files.read_checkpoint(path, read_file), []
     except CheckpointError as error:
         if not path.is_dir() and not isinstance(error, tensors.CutShort):
             raise
@@ -265,7 +266,7 @@ def open_files(path: Path, read_file: ReadFile = tensors.read_header) -> tuple[C
     files = []
     for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
         try:
-            found = tensors.read_header(file) if file == path or tensors.inside(path, file.name) else {}
+            found = tensors.read_header(file) if file == path or weight_files.inside(path, file.name) else {}
         except tensors.CutShort as error:
             problems.append(_said(error))
             found = error.infos

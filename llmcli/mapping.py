@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from llmcli import families, tensors
+from llmcli import families, tensors, weight_files
 from llmcli.config import ModelConfig
-from llmcli.errors import CheckpointError
+from llmcli.errors import CheckpointError, listing
 from llmcli.hf_config import HfConfig
 from llmcli.tensors import ReadRows, TensorInfo
 from llmcli.tying import Evidence, Request, Side, Tie, decide
@@ -146,7 +146,7 @@ def match(infos: Mapping[str, TensorInfo], config: ModelConfig, where: str, wrap
 
 
 def plan(
-    checkpoint: tensors.Checkpoint,
+    checkpoint: weight_files.Checkpoint,
     hf: HfConfig,
     where: str,
     *,
@@ -268,15 +268,14 @@ def mismatches(matched: Match) -> list[str]:
     """Why a file does not hold what its config describes, a line for each kind; empty where it does."""
     problems = []
     if missing := matched.missing:
-        problems.append(f"missing ({len(missing)}): {tensors.listing(grouped(missing))}")
+        problems.append(f"missing ({len(missing)}): {listing(grouped(missing))}")
     if left_over := matched.left_over:
-        problems.append(f"left over ({len(left_over)}): {tensors.listing(grouped(left_over))}")
+        problems.append(f"left over ({len(left_over)}): {listing(grouped(left_over))}")
     if misshapen := matched.misshapen:
-        problems.append(f"misshapen ({len(misshapen)}): {tensors.listing(grouped(misshapen), between='; ')}")
+        problems.append(f"misshapen ({len(misshapen)}): {listing(grouped(misshapen), between='; ')}")
     if not_floats := matched.not_floats:
         problems.append(
-            f"not of a floating-point type, so perhaps quantised ({len(not_floats)}): "
-            f"{tensors.listing(grouped(not_floats))}"
+            f"not of a floating-point type, so perhaps quantised ({len(not_floats)}): {listing(grouped(not_floats))}"
         )
     return problems
 

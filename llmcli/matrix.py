@@ -7,9 +7,9 @@ from typing import Literal
 
 import msgspec
 
-from llmcli import families, targets, tensors
+from llmcli import families, targets, weight_files
 from llmcli.config import ModelConfig
-from llmcli.errors import CheckpointError, ConfigError
+from llmcli.errors import CheckpointError, ConfigError, listing
 from llmcli.mapping import EMBEDDING, HEAD, canonical
 from llmcli.tensors import TensorInfo
 
@@ -55,7 +55,7 @@ def find_matrix(path: Path, side: Side = "input") -> Matrix:
     Found by the family's table; where there is none, by the names that public checkpoints use, and a note says so.
     Only headers are read. Raises CheckpointError when there is no such matrix, or more than one.
     """
-    checkpoint = tensors.read_checkpoint(path)
+    checkpoint = weight_files.read_checkpoint(path)
     notes = list(checkpoint.notes)
     config: ModelConfig | None = None
     try:
@@ -75,7 +75,7 @@ def find_matrix(path: Path, side: Side = "input") -> Matrix:
     if found is None:
         kind = "embedding" if side == "input" else "output"
         why = " (its config says that the output is not tied to the embedding)" if other is not None else ""
-        hint = f"It holds {tensors.listing(checkpoint.infos, 8)}."
+        hint = f"It holds {listing(checkpoint.infos, 8)}."
         if other is not None:
             hint = (
                 f"Look at --matrix {'output' if side == 'input' else 'input'}. If '{other.name}' is meant to serve as "

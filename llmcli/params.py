@@ -17,7 +17,7 @@ from llmcli.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from llmcli.hf_config import HfConfig
-    from llmcli.tensors import Checkpoint
+    from llmcli.weight_files import Checkpoint
 
 By = Literal["part", "layer", "tensor"]
 

@@ -10,7 +10,7 @@ import os
 import re
 from pathlib import Path
 
-from llmcli import families, hf_config, hub, tensors
+from llmcli import families, hf_config, hub, weight_files
 from llmcli.config import ModelConfig, model_table, parse, presets, read_table
 from llmcli.errors import CheckpointError, ConfigError, UsageError
 from llmcli.hf_config import HfConfig
@@ -78,7 +78,7 @@ def read_config(target: str | Path, *, revision: str | None = None, offline: boo
 def read_hf_config(checkpoint: Path) -> HfConfig:
     """The `config.json` of a checkpoint folder (or beside a single file), with what it says of tying."""
     folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
-    path = tensors.inside(folder, "config.json")
+    path = weight_files.inside(folder, "config.json")
     if path is None:
         _refuse_run(folder)
         raise CheckpointError(
@@ -112,7 +112,7 @@ def read_headers(target: str | Path, *, revision: str | None = None, offline: bo
     if repo:
         return hub.fetch_headers(repo, offline)
     path = _existing(target)
-    return Headers(path, tensors.read_checkpoint(path), here=True)
+    return Headers(path, weight_files.read_checkpoint(path), here=True)
 
 
 def named(target: str | Path) -> str:

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from llmcli import checkpoint, load_model, tensors
+from llmcli import checkpoint, load_model, weight_files
 from llmcli.config import ModelConfig
 from llmcli.errors import CheckpointError, LlmcliError, UsageError
 from llmcli.model import Decoder, build
@@ -614,8 +614,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, anonymous())
     assert size > 600_000_000
     assert int(done.stdout.split()[1]) * 1024 < 350_000_000  # torch itself and one tensor, not a second model
     assert (
-        tensors.read_checkpoint(tmp_path / "again").infos.keys()
-        == tensors.read_checkpoint(tmp_path / "big").infos.keys()
+        weight_files.read_checkpoint(tmp_path / "again").infos.keys()
+        == weight_files.read_checkpoint(tmp_path / "big").infos.keys()
     )
 
 

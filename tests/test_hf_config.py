@@ -15,6 +15,7 @@ import torch
 import transformers
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from strategies import JSON
 
 from llmcli import checkpoint, families, hf_config, load_model, read_config, targets
 from llmcli.config import ModelConfig
@@ -382,11 +383,6 @@ def test_a_config_that_is_absent_endless_or_elsewhere_is_refused(tmp_path: Path)
 # Anything
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=6,
-)
 LIKELY = JSON | st.sampled_from([0, 1, 2, 3, 4, 8, 16, -1, 10**12, 2**70, 0.5, 1e308, "default", "yarn", True, None])
 KEYS = sorted(
     {key for family in hf.FAMILIES for key in table(family)} | {"n_ctx", "rope_scaling", "rope_theta", "llmcli"}

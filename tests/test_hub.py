@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from hub_server import Hub, serve
 
-from llmcli import tensors
+from llmcli import tensors, weight_files
 
 CONFIG = {
     "model_type": "llama",
@@ -208,7 +208,7 @@ def test_shards_are_those_of_the_index(hub: Hub, client: Client) -> None:
     hub.add("org/two", files | UNWANTED | {"model-00003-of-00003.safetensors": b"stray"})
     (folder,) = client.run('attempt("org/two")')
     assert listing(Path(folder)) == files
-    assert tensors.read_checkpoint(Path(folder)).infos.keys() == shapes().keys()
+    assert weight_files.read_checkpoint(Path(folder)).infos.keys() == shapes().keys()
 
 
 def test_a_pickle_is_fetched_where_there_is_nothing_better(hub: Hub, client: Client) -> None:

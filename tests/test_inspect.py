@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llmcli import cli, differences, inspection, mapping, params, targets, tensors
+from llmcli import cli, differences, inspection, mapping, params, targets, tensors, weight_files
 from llmcli.errors import CheckpointError, LlmcliError
 from llmcli.inspection import Inspection, TensorEntry
 
@@ -46,7 +46,7 @@ def gpt2(checkpoints: Callable[[str], Path], tmp_path: Path) -> Path:
 
 
 def read(folder: Path) -> Arrays:
-    infos = tensors.read_checkpoint(folder).infos
+    infos = weight_files.read_checkpoint(folder).infos
     return {name: (info.dtype, np.array(tensors.read_array(info))) for name, info in infos.items()}
 
 
@@ -78,7 +78,7 @@ EMBEDDING, HEAD = "transformer.wte.weight", "lm_head.weight"
 def refusal(folder: Path) -> str | None:
     """Why loading refuses a checkpoint, None where it does not."""
     try:
-        mapping.plan(tensors.read_checkpoint(folder), targets.read_hf_config(folder), str(folder))
+        mapping.plan(weight_files.read_checkpoint(folder), targets.read_hf_config(folder), str(folder))
     except LlmcliError as error:
         return error.message
     return None
@@ -90,7 +90,7 @@ def counted(folder: Path) -> int:
         config = targets.read_hf_config(folder)
     except LlmcliError:
         config = None
-    return params.count_files(tensors.read_checkpoint(folder), config, "here").count.total
+    return params.count_files(weight_files.read_checkpoint(folder), config, "here").count.total
 
 
 @pytest.mark.parametrize("family", hf.FAMILIES)
@@ -159,7 +159,7 @@ def test_the_tie_is_what_loading_makes_of_it(gpt2: Path, flag: str, head: str, e
         assert bool(found.problems) == (refused is not None)
         assert found.parameters == counted(gpt2)
         if refused is None:
-            made = mapping.plan(tensors.read_checkpoint(gpt2), targets.read_hf_config(gpt2), "here")
+            made = mapping.plan(weight_files.read_checkpoint(gpt2), targets.read_hf_config(gpt2), "here")
             assert (tie.decision, tie.reason) == (made.tie.decision, made.tie.reason)
         elif tie.refused:
             assert tie.decision is None
@@ -582,7 +582,7 @@ def test_whatever_the_tensors_are_it_is_described_or_refused_and_agrees_with_loa
 def test_a_checkpoint_on_the_hub_is_described_without_values(gpt2: Path) -> None:
     arrays = read(gpt2)
     write(gpt2, arrays | {HEAD: arrays[EMBEDDING]})
-    remote = tensors.read_checkpoint(gpt2)
+    remote = weight_files.read_checkpoint(gpt2)
     (gpt2 / "model.safetensors").unlink()
     found = inspection.inspect(gpt2, "org/name", remote=remote)
     assert found.target == "org/name" and found.matrices == () and found.problems == ()
@@ -673,7 +673,7 @@ def test_names_in_brackets_are_shown_as_they_are(gpt2: Path, capsys: pytest.Capt
 
 
 def between(a: Path, b: Path) -> differences.Differences:
-    pairs = differences.pair(tensors.read_checkpoint(a), tensors.read_checkpoint(b))
+    pairs = differences.pair(weight_files.read_checkpoint(a), weight_files.read_checkpoint(b))
     found = [difference for difference, _ in differences.compare(pairs)]
     return differences.summary("a", "b", pairs, found, (None, None))
 
@@ -693,7 +693,7 @@ Two = Callable[[Arrays, Arrays], differences.Differences]
 
 def test_a_checkpoint_does_not_differ_from_itself(checkpoints: Callable[[str], Path]) -> None:
     found = between(checkpoints("llama"), checkpoints("llama"))
-    assert found.equal == len(tensors.read_checkpoint(checkpoints("llama")).infos)
+    assert found.equal == len(weight_files.read_checkpoint(checkpoints("llama")).infos)
     assert found.different == found.misshapen == found.only_a == found.only_b == () and found.retyped == 0
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llmcli import checkpoint, cli, commands, hub, load_model, tensors, verify
+from llmcli import checkpoint, cli, commands, hub, load_model, tensors, verify, weight_files
 from llmcli.commands import load_hf
 from llmcli.errors import CheckpointError, UsageError
 
@@ -240,7 +240,7 @@ def test_a_head_is_copied_a_type_converted_and_a_file_split_on_request(
 ) -> None:
     out = tmp_path / "out"
     load.report(folders["gpt2", True], "--out", out, "--head", "copy", "--dtype", "bf16", "--shard-size", "5kB")
-    found = tensors.read_checkpoint(out)
+    found = weight_files.read_checkpoint(out)
     assert len(found.files) > 1 and {info.dtype for info in found.infos.values()} == {"BF16"}
     assert tensors.equal(found.infos["lm_head.weight"], found.infos["transformer.wte.weight"])
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"

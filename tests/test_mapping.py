@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from llmcli import checkpoint, mapping, tensors
+from llmcli import checkpoint, mapping, tensors, weight_files
 from llmcli.errors import CheckpointError
 
 Tensors = dict[str, torch.Tensor]
@@ -361,7 +361,7 @@ def test_weights_are_read_only_to_compare_the_two_matrices(tmp_path: Path) -> No
 
     from llmcli.targets import read_hf_config
 
-    plan = mapping.plan(tensors.read_checkpoint(tmp_path), read_hf_config(tmp_path), "here", read=counted)
+    plan = mapping.plan(weight_files.read_checkpoint(tmp_path), read_hf_config(tmp_path), "here", read=counted)
     assert plan.tie.decision == "untie"
     assert read == [("model.embed_tokens.weight", 0, 1), ("lm_head.weight", 0, 1)]
 

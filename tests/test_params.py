@@ -307,7 +307,7 @@ def test_only_the_output_matrix_of_a_tied_model_is_its_embedding(folder: Path) -
 
 def test_what_cannot_be_compared_is_believed_and_said(folder: Path) -> None:
     bend(folder, lambda t: t.update({"lm_head.weight": t["transformer.wte.weight"] + 1}))
-    from llmcli.tensors import read_checkpoint
+    from llmcli.weight_files import read_checkpoint
 
     hf = hf_config.read(json.loads((folder / "config.json").read_text()), "config.json")
     counted = params.count_files(read_checkpoint(folder), hf, "remote", readable=False)

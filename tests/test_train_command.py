@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from llmcli import cli, curves, events, followers, output, run_folder, tensors
+from llmcli import cli, curves, events, followers, output, run_folder, tensors, weight_files
 from llmcli.commands import train as command
 
 RECIPE = """
@@ -245,7 +245,7 @@ def kill_and_resume(recipe: Path, tmp_path: Path, times: int, seed: int) -> None
             folder = out / name
             assert folder.is_dir() or not reached
             if folder.is_dir():
-                tensors.read_checkpoint(folder)
+                weight_files.read_checkpoint(folder)
         if (out / "last").is_dir():
             tensors.read_header(out / "last" / run_folder.MOMENTS)
             step = run_folder.read_state(out / "last").step
@@ -318,7 +318,7 @@ def test_a_full_disk_loses_nothing_older(recipe: Path, tmp_path: Path) -> None:
         arguments = ("--resume", "--out", out, "--set", "train.max_steps=8", "--json")
         assert run(*arguments) == 1
         assert run_folder.read_state(out / "last") == before
-        tensors.read_checkpoint(out / "last")
+        weight_files.read_checkpoint(out / "last")
         (disk / "filler").unlink()
         assert run(*arguments) == 0
         assert run_folder.read_state(out / "last").step == 8
@@ -340,7 +340,7 @@ def test_a_read_only_folder_is_refused_and_what_it_holds_is_left(recipe: Path, t
             assert result.returncode == 1
             assert result.stderr.startswith(f"error: {disk / out}: cannot be written (Read-only file system)")
         assert run_folder.read_state(disk / "run" / "last").step == 2
-        tensors.read_checkpoint(disk / "run" / "last")
+        weight_files.read_checkpoint(disk / "run" / "last")
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 

@@ -135,7 +135,7 @@ def choose_sampling(**options: Any) -> Sampling:
 
 def open_tokenizer(path: Path, needed: bool) -> Tokenizer | None:
     """A checkpoint's tokenizer; None, with a note, where there is none that can be read and it is not needed."""
-    from llmcli import tensors, tokenizer
+    from llmcli import tokenizer, weight_files
     from llmcli.errors import TokenizerError
     from llmcli.output import note
 
@@ -143,7 +143,7 @@ def open_tokenizer(path: Path, needed: bool) -> Tokenizer | None:
         return tokenizer.load(path)
     except TokenizerError as error:
         if needed:
-            tensors.find_files(path)  # what holds no weights either is no checkpoint, and said to be none
+            weight_files.find_files(path)  # what holds no weights either is no checkpoint, and said to be none
             raise
         note(f"{error.message}; tokens are shown as ids")
         return None

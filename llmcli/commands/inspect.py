@@ -96,9 +96,9 @@ class _Files:
         self._reader: Reader | None = None
 
     def read_file(self, path: Path) -> dict[str, TensorInfo]:
-        from llmcli import tensors
+        from llmcli import tensors, weight_files
 
-        if path.suffix not in tensors.PICKLES:
+        if path.suffix not in weight_files.PICKLES:
             return tensors.read_header(path)
         from llmcli.checkpoint import Reader
 

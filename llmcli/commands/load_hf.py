@@ -156,10 +156,10 @@ def _refuse_target(source: Path, out: Path, force: bool) -> None:
 
 def _plan(source: str, tie: Tie, keep: Keep, revision: str | None, offline: bool) -> Plan:
     """How the checkpoint would be loaded; of one on the Hub only the headers are fetched, and torch is not needed."""
-    from llmcli import mapping, targets, tensors
+    from llmcli import mapping, targets, tensors, weight_files
 
     path = None if targets.repo_id(source, revision) else targets.find_checkpoint(source)
-    if path and any(file.suffix in tensors.PICKLES for file in tensors.find_files(path).paths):
+    if path and any(file.suffix in weight_files.PICKLES for file in weight_files.find_files(path).paths):
         from llmcli import checkpoint
 
         return checkpoint.plan(path, tie, keep)
@@ -201,10 +201,10 @@ def _load(
 
 def _carried_keys(path: Path) -> dict[str, Any]:
     """What of the source's config.json goes along although the model has no use for it."""
-    from llmcli import config, tensors
+    from llmcli import config, weight_files
     from llmcli.checkpoint import CARRIED_KEYS
 
-    file = tensors.inside(path if path.is_dir() else path.parent, "config.json")
+    file = weight_files.inside(path if path.is_dir() else path.parent, "config.json")
     table = config.read_table(file) if file else {}
     inner = table.get("text_config")
     table = {**table, **inner} if isinstance(inner, dict) else table
