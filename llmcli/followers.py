@@ -68,10 +68,7 @@ def lines_of(event: Event) -> list[str]:
                 f"model: {quantity(event.parameters)} parameters, {tied}, vocabulary {event.vocab_size:,}; {how}{many}",
                 f"text: {read_from(event.source)}; {event.train_tokens:,} tokens and {event.validation_tokens:,} "
                 f"held out; {event.step_tokens:,} a step",
-                *(
-                    f"  {group.name}: {group.parameters:,} in {group.tensors} tensors, decay {group.weight_decay:g}"
-                    for group in event.groups
-                ),
+                *(f"  {group.name}: {amount(group)}" for group in event.groups),
             ]
         case events.Step():
             return [
@@ -98,12 +95,18 @@ def lines_of(event: Event) -> list[str]:
 
 def read_from(source: events.Source) -> str:
     """What text was read: 2 files, 1.1 MB in 3 documents."""
-
-    def many(count: int, what: str) -> str:
-        return f"{count:,} {what}{'' if count == 1 else 's'}"
-
     where = many(source.files, "file") if source.files else "Python's help pages"
     return f"{where}, {size(source.bytes)} in {many(source.documents, 'document')}"
+
+
+def amount(group: events.Group) -> str:
+    """What an optimiser's group holds: 131,072 in 1 tensor, decay 0.1."""
+    return f"{group.parameters:,} in {many(group.tensors, 'tensor')}, decay {group.weight_decay:g}"
+
+
+def many(count: int, what: str) -> str:
+    """1 file, 2 files."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 class Screen:

@@ -358,6 +358,7 @@ def test_in_a_pipe_there_is_one_plain_line_an_event(recipe: Path, tmp_path: Path
     assert all(word in lines[-1] for word in ("finished at step 4", "best val loss", str(tmp_path / "run")))
     assert "\x1b" not in result.stdout and "\r" not in result.stdout
     assert "norms and biases: 80 in 5 tensors, decay 0" in result.stdout
+    assert " in 1 tensor, decay 0.1" in result.stdout and " 1 tensors" not in result.stdout
 
 
 def test_with_json_each_line_is_an_event(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
