@@ -24,7 +24,7 @@ from torch import Tensor
 
 from llmcli import families, hf_config, hub, mapping, targets, tensors, weight_files
 from llmcli.config import ModelConfig
-from llmcli.errors import CheckpointError, UsageError, clip
+from llmcli.errors import CheckpointError, UsageError, clip, unwritable
 from llmcli.model import Decoder
 from llmcli.tensors import TensorInfo
 from llmcli.tying import Request, Side
@@ -433,15 +433,13 @@ class writing:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
             recover(self.folder)
             if self.folder.exists() and not (self.folder.is_dir() and is_replaceable(self.folder)):
-                raise CheckpointError(
+                raise UsageError(
                     f"{self.folder}: is there already and is no checkpoint, so it is not replaced", "Name a new folder."
                 )
             shutil.rmtree(self.aside, ignore_errors=True)
             self.aside.mkdir()
         except OSError as error:
-            raise CheckpointError(
-                f"{self.folder}: cannot be written ({error.strerror})", "Choose another folder."
-            ) from None
+            raise unwritable(self.folder, error, CheckpointError, "Choose another folder.") from None
         return self.aside
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from llmcli import __version__, commands, output
-from llmcli.errors import LlmcliError, UsageError
+from llmcli.errors import LlmcliError, UsageError, misplaced
 
 INTERRUPTED = 130
 _interrupts: list[int] = []
@@ -121,8 +121,9 @@ def run(arguments: list[str]) -> int:
             output.silence()
         where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
         said = error.strerror or str(error)
-        output.error(LlmcliError(where + said, "Check the path, its permissions and the disk's free space."))
-        return 1
+        kind = UsageError if where and misplaced(error) else LlmcliError
+        output.error(kind(where + said, "Check the path, its permissions and the disk's free space."))
+        return kind.exit_code
     except UnicodeEncodeError as error:  # a name that is not UTF-8, where text is needed
         output.error(UsageError(f"{error.object!r}: not UTF-8 text", "Rename the file, or spell the word in UTF-8."))
         return UsageError.exit_code

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
-from llmcli.errors import DataError, LlmcliError, UsageError
+from llmcli.errors import DataError, LlmcliError, UsageError, unreadable
 
 CHUNK = 1 << 20
 """Bytes read, or characters given, at a time."""
@@ -32,7 +32,11 @@ TABLES = (".parquet",)
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 KINDS = f"{', '.join((*PLAIN, *LINES, *TABLES))}, also with {', '.join(COMPRESSED)}"
 
-ENCODING = "in training --set data.encoding=..., for a tokenizer --encoding"
+ENCODING = (
+    "Convert it to UTF-8, for example with iconv; where it is trained on, its encoding can be named "
+    "(cp1252, latin-1, utf-16, ...): train --set data.encoding=..., train-tokenizer --encoding ..."
+)
+NO_TEXT = f"Give a file of text. If it is UTF-16 without a mark (utf-16-le, utf-16-be): {ENCODING}."
 FIELD = "in training --set data.field=..., elsewhere --field"
 
 _MARKS = (  # UTF-32's mark begins with UTF-16's: the longer ones come first
@@ -201,9 +205,7 @@ def _chunks(path: Path) -> Iterator[bytes]:
     except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
         raise DataError(f"{path}: damaged ({error})", "It is truncated or not what its name says.") from None
     except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read ({error.strerror or error})", "Check the file and its permissions."
-        ) from None
+        raise unreadable(path, error, DataError) from None
 
 
 def _text(path: Path, encoding: str) -> Iterator[str]:
@@ -227,13 +229,13 @@ def _text(path: Path, encoding: str) -> Iterator[str]:
             text = decoder.decode(chunk, final)
         except UnicodeDecodeError as error:
             place = offset - pending + error.start
-            hint = f"Convert it, or name its encoding (cp1252, latin-1, utf-16, ...): {ENCODING}."
+            if b"\0" in error.object[: error.start]:
+                raise DataError(f"{path}: not text (it holds zero bytes)", NO_TEXT) from None
             byte = f"byte {error.object[error.start]:#04x} at offset {place:,}"
-            raise DataError(f"{path}: not {name.upper()} text ({byte})", hint) from None
+            raise DataError(f"{path}: not {name.upper()} text ({byte})", f"{ENCODING}.") from None
         if "\0" in text:
             place = offset - pending + len(text[: text.index("\0")].encode(name, "replace"))
-            hint = f"It is no text, or in UTF-16 without a mark (utf-16-le or utf-16-be): {ENCODING}."
-            raise DataError(f"{path}: not text (a zero byte at offset {place:,})", hint)
+            raise DataError(f"{path}: not text (a zero byte at offset {place:,})", NO_TEXT)
         offset += len(chunk)
         return newlines.decode(text, final)
 

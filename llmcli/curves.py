@@ -9,10 +9,11 @@ from typing import Any
 
 import msgspec
 
-from llmcli.errors import UsageError
+from llmcli.errors import DataError, LlmcliError, UsageError, listing, unreadable
 from llmcli.plot import PALETTE, drawing, readable
 
 METRICS = "metrics.jsonl"
+A_RUN = "Give the folder of a training run: `llmcli train --out DIR` makes one."
 COLUMNS = (
     *("step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu", "memory"),
     *("val_loss", "perplexity", "bits_per_byte"),
@@ -41,17 +42,17 @@ def _has(event: dict[str, Any], *keys: str) -> bool:
 
 
 def read(run: Path) -> Curve:
-    """The curve of a run's folder, or of a metrics.jsonl itself. Raises UsageError where there is none.
+    """The curve of a run's folder, or of a metrics.jsonl itself. Raises UsageError or DataError where there is none.
 
     A last line that is not whole (the run is being written, or was killed) is left out.
     """
     path = run / METRICS if run.is_dir() else run
     try:
-        if path.exists() and not path.is_file():  # a device has no end
-            raise UsageError(f"{path}: not a file", "Give the folder of a training run.")
+        if not path.is_file():  # a device has no end
+            raise _no_run(run)
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror})", "Give the folder of a training run.") from None
+        raise unreadable(path, error, DataError) from None
     start: dict[str, Any] = {}
     steps, evaluations = [], []
     for line in lines:
@@ -67,9 +68,26 @@ def read(run: Path) -> Curve:
         elif kind == "start" and _has(event, "parameters", "tie_word_embeddings"):
             start = event
     if not steps and not evaluations:
-        raise UsageError(f"{path}: no steps in it", "Give the folder of a training run.")
+        raise DataError(f"{path}: no steps in it", A_RUN)
     name = run.name if run.is_dir() else run.parent.name
     return Curve(name=name, start=start, steps=steps, evaluations=evaluations)
+
+
+def _no_run(place: Path) -> LlmcliError:
+    """Why a place is no run, and where one is: in it, or around it."""
+    if not place.exists():
+        return UsageError(f"{place}: no such file or folder", A_RUN)
+    if not place.is_dir():
+        return UsageError(f"{place}: neither a file nor a folder", A_RUN)
+    if inside := sorted(str(path.parent) for path in place.glob(f"*/{METRICS}")):
+        return UsageError(f"{place}: a folder of runs, not a run", f"Give some of them: {listing(inside, 12, ' ')}")
+    if (place / "config.json").exists():
+        around = place.absolute().parent
+        return UsageError(
+            f"{place}: a checkpoint, not the folder of a run",
+            f"Give the folder it is in: {around}" if (around / METRICS).exists() else A_RUN,
+        )
+    return DataError(f"{place}: no {METRICS} in it", A_RUN)
 
 
 def draw(curves: list[Curve], path: Path) -> None:

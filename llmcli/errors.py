@@ -1,8 +1,16 @@
-"""What llmcli refuses, and how it says so: one exception family, each with a hint of what to do."""
+"""What llmcli refuses, and how it says so: one exception family, each with a hint of what to do.
+
+The one rule of exit codes. 2: the command line cannot be right as it stands, whatever files hold: an option, value or
+name that there is not, a path where nothing is or something of another kind (a folder for a file, a run for a
+checkpoint), a place that is taken. 1: what it names is there, and is damaged, unfit or not what it should be, or cannot
+be read or written.
+"""
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class LlmcliError(Exception):
@@ -20,7 +28,7 @@ class LlmcliError(Exception):
 
 
 class UsageError(LlmcliError):
-    """The command line asks for something that does not exist or does not fit together (exit code 2)."""
+    """The command line asks for something that does not exist, does not fit together or is taken (exit code 2)."""
 
     exit_code = 2
 
@@ -43,6 +51,35 @@ class DataError(LlmcliError):
 
 class TrainingError(LlmcliError):
     """A training run cannot start, go on, or be resumed."""
+
+
+_NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
+
+
+def misplaced(error: OSError) -> bool:
+    """Whether the system refuses a path because nothing is there, or something of another kind."""
+    return error.errno in (*_NOTHING_THERE, errno.EISDIR, errno.EEXIST)
+
+
+def unreadable(
+    path: Path, error: OSError, kind: type[LlmcliError], hint: str = "Check the file and its permissions."
+) -> LlmcliError:
+    """The refusal of a path that was given to be read: a UsageError where it cannot be meant, else a `kind`."""
+    if not misplaced(error):
+        return kind(f"{path}: cannot be read ({error.strerror or error})", hint)
+    what = "no such file or folder" if error.errno in _NOTHING_THERE else "a folder, not a file"
+    return UsageError(f"{path}: {what}", "Check the path, or give another.")
+
+
+def unwritable(path: Path, error: OSError, kind: type[LlmcliError], hint: str) -> LlmcliError:
+    """The refusal of a path that was given to be written: a UsageError where it cannot be meant, else a `kind`."""
+    folder = path.absolute().parent
+    if not misplaced(error) or (error.errno == errno.ENOENT and folder.is_dir()):
+        return kind(f"{path}: cannot be written ({error.strerror or error})", hint)
+    if error.errno == errno.ENOENT:
+        return UsageError(f"{path}: there is no folder {folder}", "Make it first.")
+    what = {errno.EISDIR: "a folder, not a file", errno.ENAMETOOLONG: "the name is too long"}
+    return UsageError(f"{path}: {what.get(error.errno or 0, 'a file is where a folder belongs')}", hint)
 
 
 def listing(names: Iterable[str], most: int = 50, between: str = ", ") -> str:

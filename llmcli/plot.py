@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmcli.errors import LlmcliError, UsageError
+from llmcli.errors import LlmcliError, UsageError, unwritable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -68,7 +68,7 @@ def check(path: str | Path) -> Path:
     if not path.parent.is_dir():
         raise UsageError(f"{path}: there is no folder {path.parent}", "Make it first, or choose another place.")
     if path.is_dir():
-        raise UsageError(f"{path}: is a folder", "Give the name of a file.")
+        raise UsageError(f"{path}: a folder, not a file", "Give the name of a file.")
     if importlib.util.find_spec("matplotlib") is None:
         raise LlmcliError(
             "pictures need matplotlib, which is not installed", 'Install the extra: pip install "llmcli[plot]"'
@@ -112,9 +112,7 @@ def _save(figure: Figure, path: Path) -> None:
         finally:
             aside.unlink(missing_ok=True)
     except OSError as error:
-        raise LlmcliError(
-            f"{path}: cannot be written ({error.strerror or error})", "Check the folder's permissions and space."
-        ) from None
+        raise unwritable(path, error, LlmcliError, "Check the folder's permissions and space.") from None
 
 
 def _umask() -> int:

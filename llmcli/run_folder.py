@@ -16,7 +16,7 @@ from torch import Tensor
 from llmcli import checkpoint, compute, distributed, tensors
 from llmcli.config import Recipe
 from llmcli.distributed import Processes
-from llmcli.errors import CheckpointError, LlmcliError, TrainingError, UsageError
+from llmcli.errors import CheckpointError, LlmcliError, TrainingError, UsageError, unwritable
 from llmcli.model import Decoder
 
 STATE, MOMENTS = "training.json", "training.safetensors"
@@ -176,7 +176,7 @@ def locked(out: Path, resume: bool) -> Iterator[None]:
         out.mkdir(parents=True, exist_ok=True)
         file = path.open("a+")
     except OSError as error:
-        raise TrainingError(f"{out}: cannot be written ({error.strerror})", "Choose another folder: --out.") from None
+        raise unwritable(out, error, TrainingError, "Choose another folder: --out.") from None
     with file:
         try:
             import fcntl

@@ -25,12 +25,12 @@ _REPO = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>.+))?", re.AS
 def repo_id(target: str | Path, revision: str | None = None) -> RepoId | None:
     """The Hub's repository that a target means (`org/name`, `org/name@revision`), or None for anything local.
 
-    A path that exists is local, whatever it looks like, and so is one in a folder that exists: `runs/bset` beside
-    `runs/best` is a slip, not a repository. Raises UsageError where `revision` does not go with the target.
+    A path that exists is local, whatever it looks like, and so is one whose first part exists: `runs/bset`
+    beside `runs/best` is a slip, not a repository. Raises UsageError where `revision` does not go with the target.
     """
     text = str(target)
     found = _REPO.fullmatch(text.removeprefix(HUB))
-    here = not text.startswith(HUB) and os.path.isdir(text.partition("/")[0])
+    here = not text.startswith(HUB) and os.path.exists(text.partition("/")[0])
     if found is None and text.startswith(HUB):
         raise UsageError(f"{text}: not a repository of the Hub", f"Write {HUB}org/name or {HUB}org/name@revision.")
     if found is None or here:
@@ -60,7 +60,7 @@ def read_config(target: str | Path, *, revision: str | None = None, offline: boo
             return hf_config.read(table, str(path)).config
         return families.complete(parse(model_table(table, str(path)), ModelConfig, str(path)), str(path))
     if path.exists():
-        raise ConfigError(f"{path}: neither a file nor a folder", "Give a config file or a checkpoint.")
+        raise UsageError(f"{path}: neither a file nor a folder", "Give a config file or a checkpoint.")
     known = presets()
     if str(target) in known:
         source = known[str(target)]
@@ -125,6 +125,8 @@ def named(target: str | Path) -> str:
 def _existing(target: str | Path) -> Path:
     path = Path(target)
     if os.path.exists(path):
+        if not (path.is_dir() or path.is_file()):  # a pipe would be waited for, a device has no end
+            raise UsageError(f"{path}: neither a file nor a folder", "Give a checkpoint.")
         _refuse_run(path)
         return path
     text = str(target)

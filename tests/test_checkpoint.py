@@ -556,7 +556,7 @@ def test_a_folder_of_something_else_is_not_replaced(llama: Made, tmp_path: Path)
     (tmp_path / "home" / "thesis.tex").write_text("years of work")
     (tmp_path / "file").write_text("x")
     for name in ("home", "file"):
-        with pytest.raises(CheckpointError, match="is no checkpoint"):
+        with pytest.raises(UsageError, match="is no checkpoint"):
             checkpoint.save(model, tmp_path / name)
     assert (tmp_path / "home" / "thesis.tex").read_text() == "years of work"
     with pytest.raises(CheckpointError):

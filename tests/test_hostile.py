@@ -249,6 +249,87 @@ def test_every_option_that_writes_is_tried() -> None:
     assert writing - {"train --plot"} == set(WRITING)  # which writes at the end of a run
 
 
+READING = {
+    "count-params targets": "count-params PLACE",
+    "curves runs": "curves PLACE",
+    "embedding-report checkpoint": "embedding-report PLACE",
+    "evaluate targets": "evaluate PLACE text.txt",
+    "evaluate targets, the text": "evaluate good PLACE",
+    "generate checkpoint": "generate PLACE Once -n 1",
+    "generate --prompt-file": "generate good -n 1 --prompt-file PLACE",
+    "gradient-report checkpoint": "gradient-report PLACE --text Once",
+    "inspect target": "inspect PLACE",
+    "inspect other": "inspect good PLACE",
+    "lab checkpoint": "lab PLACE --port 0 --no-browser",
+    "load-hf source": "load-hf PLACE",
+    "logits checkpoint": "logits PLACE Once",
+    "nearest-tokens checkpoint": "nearest-tokens PLACE a",
+    "nearest-tokens --among": "nearest-tokens good a --among PLACE",
+    "nearest-tokens --analogies": "nearest-tokens good --analogies PLACE",
+    "nearest-tokens --vector": "nearest-tokens good --vector PLACE",
+    "trace checkpoint": "trace PLACE Once",
+    "train recipe": "train PLACE --data text.txt --out made",
+    "train --data": "train glasslm --data PLACE --out made",
+    "train --init-from": "train --init-from PLACE --data text.txt --out made",
+    "train-tokenizer files": "train-tokenizer PLACE --kind char --out made",
+}
+"""Every argument and option that names what is read."""
+
+FILES_ONLY = {
+    "generate --prompt-file",
+    "train recipe",
+    *(f"nearest-tokens --{n}" for n in ("among", "analogies", "vector")),
+}
+
+
+@pytest.mark.parametrize("what", READING)
+def test_what_cannot_be_meant_is_usage_and_what_cannot_be_read_is_failure(
+    what: str, here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The one rule of exit codes, for whatever is read: nothing there, another kind, nothing in it, no reading it."""
+    tried = {"nowhere": 2, "text.txt/under": 2, "a" * 300: 2, "empty folder": 2 if what in FILES_ONLY else 1}
+    if Path("/proc/self/mem").exists() and (
+        what not in ("train recipe", "count-params targets")  # which see a size of 0
+        and not what.startswith("nearest-tokens --")
+    ):
+        tried["/proc/self/mem"] = 1  # which is a file, and gives an input/output error
+    for place, code in tried.items():
+        words = [place if word == "PLACE" else word for word in READING[what].split()]
+        assert check(words, capfd) == code, place
+
+
+@pytest.mark.parametrize("what", WRITING)
+def test_where_nothing_can_be_written_is_usage_or_failure(
+    what: str, here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The same rule for whatever is written."""
+    (word,) = (word for word in WRITING[what] if word.startswith("PLACE"))
+    suffix = word.removeprefix("PLACE")
+    (here / f"taken{suffix}").mkdir()
+    (here / f"taken{suffix}" / "a file").touch()
+    tried = {"text.txt/under": 2} | ({"nowhere/x": 2, "taken": 2} if suffix else {})
+    if not suffix:
+        (here / "file").touch()
+        tried["file"] = 2
+    if (
+        Path("/proc/self").is_dir() and what != "nearest-tokens --export"
+    ):  # a folder in which nobody may make anything, not even root
+        tried["/proc/llmcli-test"] = 1
+    for place, code in tried.items():
+        assert check([word.replace("PLACE", place) for word in WRITING[what]], capfd) == code, place
+
+
+def test_every_path_is_tried() -> None:
+    named = {
+        f"{name} {parameter.opts[0]}"
+        for name, command in APP.commands.items()
+        for parameter in command.params
+        if parameter.type.name == "path"
+        or parameter.metavar in ("PATH", "CHECKPOINT", "TARGET...", "CHECKPOINT... FILE", "OTHER", "RECIPE", "FILE...")
+    }
+    assert named - {"train --plot"} == {what for what in (*READING, *WRITING) if "," not in what}
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_said(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (here / "full.csv").symlink_to("/dev/full")

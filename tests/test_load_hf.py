@@ -343,7 +343,7 @@ def test_what_is_there_is_replaced_only_by_force_and_only_a_checkpoint(
     assert load.report(out)["tie"]["decision"] == "untie"
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis").write_text("x")
-    assert "is no checkpoint" in load.refusal(folders["gpt2", True], "--out", tmp_path / "home", "--force")
+    assert "is no checkpoint" in load.refusal(folders["gpt2", True], "--out", tmp_path / "home", "--force", code=2)
     assert (tmp_path / "home" / "thesis").exists()
     (tmp_path / "empty").mkdir()
     load.report(folders["gpt2", True], "--out", tmp_path / "empty")
@@ -360,9 +360,9 @@ def test_names_with_spaces_accents_and_signs_work(
 
 def test_an_unwritable_place_is_refused(folders: dict[tuple[str, bool], Path], load: Shell, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    load.refusal(folders["llama", False], "--out", tmp_path / "file" / "out")
+    load.refusal(folders["llama", False], "--out", tmp_path / "file" / "out", code=2)
     load.refusal(folders["llama", False], "--out", "/proc/out")
-    load.refusal(folders["llama", False], "--out", tmp_path / ("x" * 300))
+    load.refusal(folders["llama", False], "--out", tmp_path / ("x" * 300), code=2)
 
 
 # Beside transformers

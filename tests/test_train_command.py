@@ -694,7 +694,10 @@ def test_curves_compares_runs(recipe: Path, tmp_path: Path, capsys: pytest.Captu
     assert "best val loss" in capsys.readouterr().out
     assert cli.run(["curves", str(tmp_path / "nowhere")]) == 2
     (tmp_path / "empty").write_text("")
-    assert cli.run(["curves", str(tmp_path / "empty")]) == 2
+    assert cli.run(["curves", str(tmp_path / "empty")]) == 1
+    capsys.readouterr()
+    assert cli.run(["curves", str(tmp_path)]) == 2
+    assert " runs, not a run" in capsys.readouterr().err
 
 
 def test_train_tokenizer_gives_the_same_file_for_the_same_text(

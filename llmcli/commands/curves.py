@@ -49,7 +49,7 @@ def run(runs: Runs, plot: Plot = None, csv: Csv = None, as_json: AsJson = False)
     Example: llmcli curves runs/tied runs/untied --plot curves.svg
     """
     from llmcli import curves
-    from llmcli.errors import UsageError
+    from llmcli.errors import LlmcliError, UsageError, unwritable
     from llmcli.plot import check
 
     if plot:
@@ -60,7 +60,10 @@ def run(runs: Runs, plot: Plot = None, csv: Csv = None, as_json: AsJson = False)
     if plot:
         curves.draw(read, plot)
     if csv:
-        csv.write_text(curves.as_csv(read[0]), encoding="utf-8")
+        try:
+            csv.write_text(curves.as_csv(read[0]), encoding="utf-8")
+        except OSError as error:
+            raise unwritable(csv, error, LlmcliError, "Choose another place, or make room.") from None
     if as_json:
         found = [summary(curve) for curve in read]
         emit(found[0] if len(found) == 1 else found, lambda _: "", as_json)

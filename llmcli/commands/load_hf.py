@@ -150,6 +150,10 @@ def _refuse_target(source: Path, out: Path, force: bool) -> None:
         raise UsageError(
             f"--out {out}: the source itself is there", "A source is never overwritten: name a new folder."
         )
+    if target.exists() and not target.is_dir():
+        raise UsageError(f"--out {out}: a file is where a folder belongs", "Name a new folder.")
+    if target.is_dir() and any(target.iterdir()) and not (target / "config.json").is_file():
+        raise UsageError(f"--out {out}: is there already, and is no checkpoint", "Name a new folder.")
     if target.is_dir() and any(target.iterdir()) and not force:
         raise UsageError(f"--out {out}: is there already", "Name a new folder, or replace the checkpoint with --force.")
 

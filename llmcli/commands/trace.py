@@ -28,7 +28,7 @@ from llmcli.commands import (
     open_model,
     open_tokenizer,
 )
-from llmcli.errors import LlmcliError, UsageError
+from llmcli.errors import LlmcliError, UsageError, unwritable
 from llmcli.output import Fit, emit, note, shape, size, table
 
 if TYPE_CHECKING:
@@ -230,6 +230,8 @@ def _check_place(file: Path | None, suffix: str) -> None:
         )
     if not file.absolute().parent.is_dir():
         raise UsageError(f"{file}: there is no folder {file.absolute().parent}", "Make it first.")
+    if file.is_dir():
+        raise UsageError(f"{file}: a folder, not a file", "Give the name of a file.")
 
 
 def _write_page(lab: Lab, text: str, file: Path) -> None:
@@ -239,7 +241,7 @@ def _write_page(lab: Lab, text: str, file: Path) -> None:
     try:
         file.write_text(content, "utf-8")
     except OSError as error:
-        raise LlmcliError(f"{file}: cannot be written ({error.strerror})", "Choose another place.") from None
+        raise unwritable(file, error, LlmcliError, "Choose another place.") from None
     note(f"wrote {file}, {size(file.stat().st_size)}" + ("; its values are rounded to float16" if rounded else ""))
 
 

@@ -52,8 +52,12 @@ def run(
     Example: llmcli train-tokenizer books/ --vocab-size 8192 --out books-tokenizer
     """
     from llmcli import corpus, tokenizer
-    from llmcli.errors import TokenizerError
+    from llmcli.errors import TokenizerError, UsageError, unwritable
 
+    if (out / "config.json").exists():
+        raise UsageError(f"--out {out}: a checkpoint, whose tokenizer would be lost", "Name another folder.")
+    if any(place.exists() and not place.is_dir() for place in (out, *out.parents)):
+        raise UsageError(f"--out {out}: a file is where a folder belongs", "Name another folder.")
     source = corpus.find(files, field, encoding)
     seen = corpus.survey(source)
     with progress("learning the tokenizer", seen.characters, "characters") as advance:
@@ -74,7 +78,7 @@ def run(
     try:
         made.save(out)
     except OSError as error:
-        raise TokenizerError(f"{out}: cannot be written ({error.strerror})", "Choose another folder.") from None
+        raise unwritable(out, error, TokenizerError, "Choose another folder.") from None
     sample = next(source.pieces()).text
     emit(
         Trained(
