@@ -47,6 +47,22 @@ def dtype_of(name: str | torch.dtype) -> torch.dtype:
     return found
 
 
+def device_of(name: str | torch.device) -> torch.device:
+    """A device that is here, by its name. Raises UsageError."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type == "meta":  # which holds no values
+        raise UsageError(f"device {name}: no such device", "Give cpu, cuda, cuda:1 or mps.")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UsageError(f"device {name}: not here ({reason})", "Leave it out to compute on the CPU.") from None
+    return device
+
+
 def plan(path: Path, tie: Request = "auto", keep: Side | None = None) -> mapping.Plan:
     """How the checkpoint at `path` fills a model, from headers alone. Raises CheckpointError or ConfigError.
 
@@ -70,6 +86,7 @@ def load(
     anything that does not fit, and UsageError for a type or device that does not exist.
     """
     asked = dtype_of(dtype) if dtype is not None else None
+    device = device_of(device)
     reader = Reader()
     made = reader.plan(path, tie, keep)
     wanted = asked or widest(source.info.dtype for source in made.sources.values())
@@ -99,9 +116,9 @@ def widest(types: Iterator[str]) -> torch.dtype:
 def _converted(value: Tensor, device: str | torch.device, dtype: torch.dtype) -> Tensor:
     try:
         return value.to(device=device, dtype=dtype)
-    except (RuntimeError, AssertionError, MemoryError) as error:  # no such device, or no room on it
+    except (RuntimeError, MemoryError) as error:  # no room on it, or a type that it does not have
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise UsageError(f"device {device}: {reason}", "Choose another device, or a smaller type.") from None
+        raise CheckpointError(f"device {device}: {reason}", "Choose another device, or a smaller type.") from None
 
 
 class Finding(msgspec.Struct, frozen=True):

@@ -96,6 +96,17 @@ def complaint(error: Any) -> str:
     return f"{max(option.opts, key=len)} {given[2].removesuffix('.0')}: not {wanted}"
 
 
+def _where_to_look(error: Any, arguments: list[str]) -> str:
+    """The hint of a complaint: which help to see, and of an option without its value how it is written."""
+    context, option = getattr(error, "ctx", None), getattr(error, "option_name", None)
+    named: dict[str, Any] = getattr(typer.main.get_command(make_app()), "commands", {})
+    command = next((word for word in arguments if word in named), None)
+    path = context.command_path if context else f"llmcli {command}" if command else "llmcli"
+    known = [parameter for parameter in named[command].params if option in parameter.opts] if command else []
+    form = f"Write {option} {known[0].metavar}. " if known and known[0].metavar else ""
+    return f"{form}See {path} --help."
+
+
 def run(arguments: list[str]) -> int:
     """Run one command line and return its exit code; nothing but a message ever reaches the user."""
     for stream in (sys.stdout, sys.stderr):
@@ -129,9 +140,7 @@ def run(arguments: list[str]) -> int:
         return UsageError.exit_code
     except Exception as error:
         if hasattr(error, "format_message"):  # Typer's own complaint about the command line
-            context = getattr(error, "ctx", None)
-            path = context.command_path if context else "llmcli"
-            output.error(UsageError(complaint(error), f"See {path} --help."))
+            output.error(UsageError(complaint(error), _where_to_look(error, arguments)))
             return UsageError.exit_code
         if os.environ.get("LLMCLI_TRACEBACK"):
             raise

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import msgspec
 from msgspec import Meta
 
-from llmcli.errors import ConfigError, UsageError
+from llmcli.errors import ConfigError, LlmcliError, UsageError
 
 # A size beyond these bounds is a typing error, not a model: the largest public decoders stay far below them.
 Size = Annotated[int, Meta(ge=1, le=100_000_000)]
@@ -216,8 +216,24 @@ def read_table(path: Path) -> dict[str, Any]:
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-def parse(table: dict[str, Any], kind: type[T], source: str) -> T:
-    """A table of keys as the struct `kind`. Raises ConfigError naming `source`, the key, and the nearest known key."""
+def parse(table: dict[str, Any], kind: type[T], source: str, origins: dict[str, str] | None = None) -> T:
+    """A table of keys as the struct `kind`. Raises ConfigError naming `source`, the key, and the nearest known key.
+
+    `origins` says of keys ("train.lr") that they come from elsewhere. One from an option raises UsageError.
+    """
+
+    def refusal(key: str, what: str, hint: str = "") -> LlmcliError:
+        section, _, rest = key.partition(".")
+        inner = rest.partition(".")[0]
+        known = origins or {}
+        origin = known.get(key) or known.get(f"{section}.{inner}", source)
+        if origin == "--set":
+            given = table.get(section, {}).get(inner)
+            where = f"--set {key}={given}" if "unknown key" not in what else "--set"
+            return UsageError(f"{where}: {what}", hint or "`llmcli train --print-config` shows what it is without it.")
+        said = f"{origin}: {what}" if not key or "unknown key" in what else f"{origin}: {key}: {what}"
+        return (UsageError if origin.startswith("--") else ConfigError)(said, hint or WRITING)
+
     if wrong := [key for key in table if not isinstance(key, str)]:
         raise ConfigError(f"{source}: {wrong[0]!r}: not the name of a key", WRITING)
     try:
@@ -230,19 +246,16 @@ def parse(table: dict[str, Any], kind: type[T], source: str) -> T:
             words = _words(kind, where)
             near = difflib.get_close_matches(word[1], words, n=1)
             hint = f"Did you mean '{near[0]}'? " if near else ""
-            raise ConfigError(
-                f"{source}: {where}: unknown value '{word[1]}'", f"{hint}Known: {', '.join(words)}."
-            ) from None
+            raise refusal(where, f"unknown value '{word[1]}'", f"{hint}Known: {', '.join(words)}.") from None
         if not unknown:
             what = re.sub(r"^Object missing required field `(.*)`$", r"the key '\1' is missing", message)
-            raise ConfigError(
-                f"{source}: {where + ': ' if where else ''}{what[:1].lower()}{what[1:]}", WRITING
-            ) from None
+            raise refusal(where, f"{what[:1].lower()}{what[1:]}") from None
         struct: Any = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig}.get(where, kind)
         known = [field.name for field in msgspec.structs.fields(struct)]
         near = difflib.get_close_matches(unknown[1], known, n=1)
         hint = f"Did you mean '{near[0]}'?" if near else f"Known keys: {', '.join(known)}."
-        raise ConfigError(f"{source}: unknown key '{where + '.' if where else ''}{unknown[1]}'", hint) from None
+        key = f"{where}.{unknown[1]}" if where else unknown[1]
+        raise refusal(key, f"unknown key '{key}'", hint) from None
 
 
 def _words(kind: Any, where: str) -> tuple[str, ...]:
@@ -298,7 +311,7 @@ def layered(*layers: tuple[str, dict[str, Any]]) -> Layered:
                 parse({section: values}, Recipe, source)  # unknown, or not a table: its message says which
             merged.setdefault(section, {}).update(values)
             origins.update(dict.fromkeys((f"{section}.{key}" for key in values), source))
-    return Layered(parse(merged, Recipe, " + ".join(source for source, table in layers if table)), origins)
+    return Layered(parse(merged, Recipe, " + ".join(source for source, table in layers if table), origins), origins)
 
 
 def find_recipe(name: str) -> tuple[str, dict[str, Any]]:

@@ -323,7 +323,8 @@ def check_ids(ids: Iterable[int], vocab_size: int, tokenizer_size: int | None = 
     if bad is not None:
         also = "" if tokenizer_size is None else f"; the tokenizer's size is {tokenizer_size}"
         message = f"token id {bad} has no row in the model: its vocab_size is {vocab_size}{also}"
-        raise TokenizerError(message, "Use the tokenizer the model was trained with.")
+        hint = f"Ids go from 0 to {vocab_size - 1:,}; a text's come from the tokenizer the model was trained with."
+        raise TokenizerError(message, hint)
 
 
 def bytes_tokenizer() -> Tokenizer:
@@ -348,12 +349,18 @@ def characters(texts: Iterable[str], unknown: bool = False) -> Tokenizer:
     return Tokenizer(backend)
 
 
+MOST_TOKENS = 10_000_000
+"""The largest vocabulary that is learned: the trainer reserves its memory at once, and ends the process without it."""
+
+
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Learn a byte-level BPE (GPT-2's pattern); all 256 bytes and `<|endoftext|>` (id 0) count in `vocab_size`.
 
     The texts are read as one text in pieces: the same text gives the same file, wherever it was cut. A text that
-    repeats too little gives fewer tokens. Raises TokenizerError for a `vocab_size` below 257.
+    repeats too little gives fewer tokens. Raises TokenizerError for a `vocab_size` below 257 or above `MOST_TOKENS`.
     """
+    if vocab_size > MOST_TOKENS:
+        raise TokenizerError(f"vocab_size {vocab_size:,}: more than {MOST_TOKENS:,} tokens", "Ask for fewer.")
     if vocab_size < 257:
         raise TokenizerError(f"vocab_size {vocab_size}: a byte-level BPE has at least 257 tokens", "Ask for more.")
     backend = _byte_level({}, use_regex=True)

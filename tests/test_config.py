@@ -110,8 +110,29 @@ def test_a_setting_of_another_form_is_a_usage_error(setting: str) -> None:
 def test_an_unknown_setting_names_the_nearest_key(tmp_path: Path) -> None:
     path = tmp_path / "recipe.json"
     path.write_text(json.dumps({"model": MODEL}))
-    with pytest.raises(ConfigError, match=r"unknown key 'train.learning_rat'|Did you mean"):
+    with pytest.raises(UsageError, match=r"--set: unknown key 'train.learning_rat'") as caught:
         recipe_of(path, "train.learning_rat=1")
+    assert "Known keys: context, batch_size" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("train.max_steps=-5", "--set train.max_steps=-5: expected `int` >= 0"),
+        ("train.lr=abc", "--set train.lr=abc: expected `float`, got `str`"),
+        ("model.rope_scaling.factor=2", "--set: unknown key 'model.rope_scaling.factor'"),
+    ],
+)
+def test_a_value_is_refused_where_it_was_given(tmp_path: Path, setting: str, said: str) -> None:
+    """On the command line as usage, in a file as a configuration, whatever else is laid over it."""
+    path = tmp_path / "recipe.json"
+    path.write_text(json.dumps({"model": MODEL}))
+    with pytest.raises(UsageError) as caught:
+        recipe_of(path, setting, "train.seed=1")
+    assert caught.value.message == said
+    path.write_text(json.dumps({"model": MODEL, "train": {"max_steps": -5}}))
+    with pytest.raises(ConfigError, match=r"recipe\.json: train\.max_steps: expected `int` >= 0"):
+        recipe_of(path, "train.seed=1")
 
 
 @pytest.mark.parametrize(
@@ -125,7 +146,7 @@ def test_an_unknown_setting_names_the_nearest_key(tmp_path: Path) -> None:
 def test_an_unknown_word_names_those_that_are_known(tmp_path: Path, setting: str, hint: str) -> None:
     path = tmp_path / "recipe.json"
     path.write_text(json.dumps({"model": MODEL}))
-    with pytest.raises(ConfigError, match=rf"{setting.split('=')[0]}.*: unknown value") as caught:
+    with pytest.raises(UsageError, match=rf"{setting.split('=')[0]}.*: unknown value") as caught:
         recipe_of(path, setting)
     assert caught.value.hint == hint
 

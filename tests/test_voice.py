@@ -173,23 +173,63 @@ def test_what_is_no_number_or_too_small_or_too_large_is_refused_in_one_voice(
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "said", "hint"),
     [
-        ("train --shuffle both", "--shuffle both: not one of windows, random"),
-        ("generate", "missing argument 'CHECKPOINT'"),
-        ("generate one --zzz", "no such option: --zzz"),
-        ("generate one --seed", "option '--seed' requires an argument"),
-        ("generate one x --min-p nan", "--min-p nan: not a number from 0"),
-        ("generate one x --top-p 0", "--top-p 0: not a number above 0"),
-        ("trace one x --temperature nan", "--temperature nan: not a number from 0"),
+        ("train --shuffle both", "--shuffle both: not one of windows, random", "See llmcli train --help."),
+        ("generate", "missing argument 'CHECKPOINT'", "See llmcli generate --help."),
+        ("generate one --zzz", "no such option: --zzz", "See llmcli generate --help."),
+        (
+            "generate one --seed",
+            "option '--seed' requires an argument",
+            "Write --seed N. See llmcli generate --help.",
+        ),
+        (
+            "embedding-report one --plot",
+            "option '--plot' requires an argument",
+            "Write --plot FILE. See llmcli embedding-report --help.",
+        ),
+        ("generate one x --min-p nan", "--min-p nan: not a number from 0", "For example: --min-p 0.05."),
+        ("generate one x --top-p 0", "--top-p 0: not a number above 0", "For example: --top-p 0.9."),
+        ("trace one x --temperature nan", "--temperature nan: not a number from 0", "For example: --temperature 0.8."),
+        ("generate one x --device foo", "device foo: no such device", "Give cpu, cuda, cuda:1 or mps."),
+        ("generate one x --device meta", "device meta: no such device", "Give cpu, cuda, cuda:1 or mps."),
+        (
+            "evaluate text.txt one",
+            "one: a checkpoint, where the text belongs",
+            "The text comes last: llmcli evaluate CHECKPOINT... FILE.",
+        ),
+        ("curves .", ".: a folder of runs, not a run", "Give some of them: run"),
+        ("train-tokenizer text.txt --out one", "--out one: a checkpoint, whose tokenizer would be lost", None),
+        ("train-tokenizer text.txt --vocab-size 9", "--vocab-size 9: a byte-level BPE has at least 257 tokens", None),
+        ("presets gtp2", "gtp2: no preset of that name", None),
     ],
 )
-def test_a_command_line_is_refused_as_anything_is(
-    line: str, said: str, place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_command_line_is_refused_as_anything_is_with_the_hint_that_fits(
+    line: str,
+    said: str,
+    hint: str | None,
+    place: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(place)
     assert cli.run(shlex.split(line)) == 2
-    assert capfd.readouterr().err.splitlines()[0] == f"error: {said}"
+    first, second = capfd.readouterr().err.splitlines()
+    assert first == f"error: {said}"
+    assert hint is None or second == f"  hint: {hint}"
+
+
+@pytest.mark.parametrize("line", ["evaluate one", "generate one --prompt-file"])
+def test_a_binary_file_is_no_text_and_is_told_no_option_that_is_not_there(
+    line: str, place: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    binary = tmp_path / "binary"
+    binary.write_bytes(bytes(range(256)))
+    assert cli.run([*shlex.split(line), str(binary)]) == 1
+    said, hint = capfd.readouterr().err.splitlines()
+    assert said == f"error: {binary}: not text (it holds zero bytes)"
+    assert hint.startswith("  hint: Give a file of text. ") and "train-tokenizer --encoding" in hint
 
 
 KINDS = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}

@@ -130,12 +130,15 @@ def choose_sampling(**options: Any) -> Sampling:
         for theirs, ours in (("Expected `.*?`", "not a number"), (">=", "from"), (">", "above"), ("<=", "up to")):
             what = re.sub(theirs, ours, what)
         option = "--" + name.replace("_", "-")
-        raise UsageError(f"{option} {options[name]:g}: {what.removesuffix('.0')}", "See --help.") from None
+        usual = {"temperature": 0.8, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.1}.get(name, 1)
+        raise UsageError(
+            f"{option} {options[name]:g}: {what.removesuffix('.0')}", f"For example: {option} {usual}."
+        ) from None
 
 
 def open_tokenizer(path: Path, needed: bool) -> Tokenizer | None:
     """A checkpoint's tokenizer; None, with a note, where there is none that can be read and it is not needed."""
-    from llmcli import tokenizer, weight_files
+    from llmcli import tensors, tokenizer, weight_files
     from llmcli.errors import TokenizerError
     from llmcli.output import note
 
@@ -143,7 +146,9 @@ def open_tokenizer(path: Path, needed: bool) -> Tokenizer | None:
         return tokenizer.load(path)
     except TokenizerError as error:
         if needed:
-            weight_files.find_files(path)  # what holds no weights either is no checkpoint, and said to be none
+            for file in weight_files.find_files(path).paths:  # what holds no weights is no checkpoint, and said so
+                if file.suffix not in weight_files.PICKLES:
+                    tensors.read_header(file)
             raise
         note(f"{error.message}; tokens are shown as ids")
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -94,6 +95,10 @@ def run(
     from llmcli.config import ModelConfig
 
     *checkpoints, file = targets
+    if (Path(file) / "config.json").is_file():
+        raise UsageError(
+            f"{file}: a checkpoint, where the text belongs", "The text comes last: llmcli evaluate CHECKPOINT... FILE."
+        )
     texts = _documents(corpus.find(file, field))
     reports = []
     for checkpoint in checkpoints:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Annotated
 
 import msgspec
@@ -57,7 +58,11 @@ def run(
         ]
         emit(sorted(listed, key=lambda preset: (preset.family, preset.total)), view, as_json)
     elif name not in files:
-        raise UsageError(f"{name}: no preset of that name", f"Presets: {', '.join(files)}.")
+        near = difflib.get_close_matches(name, files, n=1)
+        raise UsageError(
+            f"{name}: no preset of that name",
+            (f"Did you mean '{near[0]}'? " if near else "") + f"Presets: {', '.join(files)}.",
+        )
     elif as_json:
         emit(read_table(files[name]), lambda _: "", as_json)
     else:

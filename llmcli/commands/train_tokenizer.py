@@ -20,7 +20,9 @@ GROUP = "Train"
 Files = Annotated[
     list[str], typer.Argument(metavar="FILE...", help="Text: files, folders or patterns; JSON lines and parquet too.")
 ]
-Size = Annotated[int, typer.Option("--vocab-size", metavar="N", min=1, help="Learn so many tokens, with --kind bpe.")]
+Size = Annotated[
+    int, typer.Option("--vocab-size", metavar="N", min=1, max=10_000_000, help="Learn so many tokens, with --kind bpe.")
+]
 Kind = Annotated[Literal["bpe", "char", "byte"], typer.Option(help="Make tokens of merged pairs, characters or bytes.")]
 Out = Annotated[Path, typer.Option(metavar="DIR", help="Write tokenizer.json to this folder.", rich_help_panel=OUTPUT)]
 Encoding = Annotated[str, typer.Option(metavar="NAME", help="Read text that is not UTF-8 by this encoding.")]
@@ -58,6 +60,8 @@ def run(
         raise UsageError(f"--out {out}: a checkpoint, whose tokenizer would be lost", "Name another folder.")
     if any(place.exists() and not place.is_dir() for place in (out, *out.parents)):
         raise UsageError(f"--out {out}: a file is where a folder belongs", "Name another folder.")
+    if kind == "bpe" and vocab_size < 257:
+        raise UsageError(f"--vocab-size {vocab_size}: a byte-level BPE has at least 257 tokens", "Ask for more.")
     source = corpus.find(files, field, encoding)
     seen = corpus.survey(source)
     with progress("learning the tokenizer", seen.characters, "characters") as advance:
