@@ -295,6 +295,19 @@ def test_without_a_config_that_can_be_read_the_tensors_are_still_listed(gpt2: Pa
         assert found.parameters == found.total.values
 
 
+def test_a_family_is_named_only_where_most_names_are_its_own(tmp_path: Path) -> None:
+    known = [
+        "model.embed_tokens.weight",
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.0.mlp.gate_proj.weight",
+    ]
+    others = [f"vision.{letter}.weight" for letter in "abcd"]
+    for names, said in ((known + others[:2], True), (known + others, False)):
+        write(tmp_path / "x.safetensors", {name: ("F32", floats((2, 2))) for name in names})
+        notes = inspection.inspect(tmp_path / "x.safetensors").notes
+        assert any("named as those of" in note for note in notes) == said
+
+
 def shard(folder: Path) -> list[str]:
     """Split a folder's single file into three shards with an index; returns their names."""
     arrays = list(read(folder).items())
@@ -347,6 +360,7 @@ def test_of_a_file_cut_short_the_header_is_shown_and_the_tensors_that_are_not_wh
         found = inspection.inspect(target, full=full)
         cut = {entry.name for entry in found.tensors if entry.cut}
         assert len(cut) == 2 and HEAD in cut and found.total == whole.total
+        assert [file.bytes for file in found.files] == [ends[-3] + 1], "what is there, not what was promised"
         (problem,) = found.problems
         for part in (str(file), f"{ends[-3] + 1:,} bytes of the {ends[-1]:,}", *cut):
             assert part in problem
@@ -520,8 +534,36 @@ def test_values_that_are_no_numbers_are_counted_and_kept_out_of_the_rest(gpt2: P
     assert inspection.inspect(gpt2).problems == (f"{EMBEDDING}: 1 of 64 rows hold values that are not finite",)
 
 
-def entry(name: str, shape: tuple[int, ...] = (2,), dtype: str = "F32", role: inspection.Role = "model") -> TensorEntry:
-    return TensorEntry(name=name, dtype=dtype, shape=shape, bytes=8, file="f", role=role)
+@pytest.mark.parametrize("head", ["F32", "F64"])
+@pytest.mark.parametrize("full", [False, True], ids=["sampled", "full"])
+def test_a_nan_that_both_matrices_hold_is_no_difference_and_one_alone_is_not_lost_among_numbers(
+    gpt2: Path, full: bool, head: str
+) -> None:
+    arrays = read(gpt2)
+    one = np.ones((64, 16), np.float32)
+    one[0, 0] = np.nan
+    other = one.astype(np.float64 if head == "F64" else np.float32)
+    other[0, 1] = 1.25
+    write(gpt2, arrays | {EMBEDDING: ("F32", one), HEAD: (head, other)})
+    tie = inspection.inspect(gpt2, full=full).tie
+    assert tie and (tie.equal, tie.max_difference) == (False, 0.25)
+    other[0, 0] = 1
+    write(gpt2, arrays | {EMBEDDING: ("F32", one), HEAD: (head, other)})
+    tie = inspection.inspect(gpt2, full=full).tie
+    assert tie and not tie.equal and tie.max_difference is not None and math.isnan(tie.max_difference)
+
+
+def test_with_every_value_read_a_matrix_that_is_not_finite_is_one_problem(gpt2: Path) -> None:
+    arrays = read(gpt2)
+    arrays[EMBEDDING][1][5, 5:7] = np.nan
+    write(gpt2, arrays)
+    assert inspection.inspect(gpt2, full=True).problems == (f"{EMBEDDING} holds 2 values that are not finite",)
+
+
+def entry(
+    name: str, shape: tuple[int, ...] = (2,), dtype: str = "F32", role: inspection.Role = "model", cut: bool = False
+) -> TensorEntry:
+    return TensorEntry(name=name, dtype=dtype, shape=shape, bytes=8, file="f", role=role, cut=cut)
 
 
 def test_layers_fold_into_one_line_and_what_differs_stands_apart() -> None:
@@ -529,6 +571,7 @@ def test_layers_fold_into_one_line_and_what_differs_stands_apart() -> None:
     entries += [entry("h.0.ln_2.weight"), entry("h.3.ln_1.weight", dtype="BF16"), entry("h.4.ln_1.weight", (3,))]
     entries += [
         entry("h.5.ln_1.weight", role="left over"),
+        entry("h.6.ln_1.weight", cut=True),
         entry("a.0.e.0.w1"),
         entry("a.0.e.1.w1"),
         entry("a.1.e.0.w1"),
@@ -540,6 +583,7 @@ def test_layers_fold_into_one_line_and_what_differs_stands_apart() -> None:
         ("h.3.ln_1.weight", 1),
         ("h.4.ln_1.weight", 1),
         ("h.5.ln_1.weight", 1),
+        ("h.6.ln_1.weight", 1),
         ("a.{0-1}.e.{0-1}.w1", 3),
     ]
 
@@ -744,6 +788,8 @@ def test_a_copy_in_another_type_is_equal_where_nothing_is_lost(two: Two) -> None
     wide = (exact.astype(np.uint32) << 16).view(np.float32)
     found = two({"x": ("F32", wide)}, {"x": ("BF16", exact)})
     assert (found.equal, found.retyped, found.different) == (1, 1, ())
+    apart = two({"x": ("F32", wide)}, {"x": ("BF16", bf16(wide + np.float32(1)))})
+    assert (apart.equal, apart.retyped, len(apart.different)) == (0, 0, 1), "retyped are some of those that are equal"
     zeros = np.zeros(3, np.float32)
     assert two({"x": ("F32", zeros)}, {"x": ("F32", -zeros)}).equal == 1, "-0 is 0"
     assert two({"x": ("I32", np.arange(4, dtype=np.int32))}, {"x": ("I64", np.arange(4))}).equal == 1
