@@ -15,6 +15,7 @@ import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from llmcli import families, hf_config, hub, mapping, targets, tensors, weight_files
 from llmcli.config import ModelConfig
-from llmcli.errors import CheckpointError, UsageError, clip, unwritable
+from llmcli.errors import CheckpointError, LlmcliError, UsageError, clip, unwritable
 from llmcli.model import Decoder
 from llmcli.tensors import TensorInfo
 from llmcli.tying import Request, Side
@@ -119,6 +120,15 @@ def _converted(value: Tensor, device: str | torch.device, dtype: torch.dtype) ->
     except (RuntimeError, MemoryError) as error:  # no room on it, or a type that it does not have
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise CheckpointError(f"device {device}: {reason}", "Choose another device, or a smaller type.") from None
+
+
+def in_file(model: Decoder, name: str) -> str:
+    """One of a model's tensors as the checkpoint it was read from calls it, and the file; else by our own name."""
+    if model.source is not None:
+        with suppress(LlmcliError):  # it may be gone since, or have been opened with --tie
+            info = plan(model.source).sources[name].info
+            return f"{info.name} of {info.file}"
+    return name
 
 
 class Finding(msgspec.Struct, frozen=True):

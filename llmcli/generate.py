@@ -12,6 +12,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
+from llmcli import checkpoint
 from llmcli.cache import LayerCache, new_cache
 from llmcli.decode import Packed, Step
 from llmcli.errors import LlmcliError, UsageError
@@ -263,7 +264,8 @@ def require_finite(model: Decoder, logits: Tensor, step: int | None = None) -> N
         return
     damaged = next((name for name, p in model.named_parameters() if not torch.isfinite(p).all()), None)
     if damaged:
-        cause, hint = f"the weight {damaged} holds NaN or infinite values", "The checkpoint is damaged or diverged."
+        cause = f"the weight {checkpoint.in_file(model, damaged)} holds NaN or infinite values"
+        hint = "The checkpoint is damaged or diverged: llmcli inspect --full names all such tensors."
     elif logits.dtype == torch.float16:
         cause, hint = "float16 overflowed (its largest number is 65,504)", "Try --dtype bfloat16 or float32."
     else:

@@ -201,11 +201,10 @@ def inspect(
             problems.append(tie.reason)
     roles = _roles(matched, tie)
     values = _all_values(checkpoint, read, progress) if full and here else {}
-    problems += [
-        f"{name} holds {found.non_finite:,} values that are not finite"
-        for name, found in values.items()
-        if found.non_finite
-    ]
+    for name, found in values.items():
+        if found.non_finite:  # which matters where a model is made of them
+            place = notes if roles.get(name) == "ignored" else problems
+            place.append(f"{name} holds {found.non_finite:,} values that are not finite")
     matrices = _matrices(matched, checkpoint.cut, full=full, read=read) if matched and here else ()
     if not values:
         problems += [
@@ -414,17 +413,21 @@ def values(info: TensorInfo, read: ReadRows = read_rows) -> Values:
     import numpy as np
 
     count = zeros = non_finite = 0
-    total = squares = largest = 0.0
+    total = squares = np.longdouble(0)  # with room for the squares of float64's largest
+    largest = 0.0
     for chunk in _chunks(info, read):
         finite = chunk[np.isfinite(chunk)]
         non_finite += chunk.size - finite.size
         zeros += int(chunk.size - np.count_nonzero(chunk))
         count += finite.size
-        total += float(finite.sum())
-        squares += float(np.einsum("i,i->", finite, finite))
-        largest = max(largest, float(np.abs(finite).max(initial=0.0)))
-    mean = total / count if count else 0.0
-    spread = math.sqrt(max(0.0, squares / count - mean * mean)) if count else 0.0
+        top = float(np.abs(finite).max(initial=0.0))
+        if top > 1e100:
+            finite = finite.astype(np.longdouble)
+        total += finite.sum()
+        squares += np.einsum("i,i->", finite, finite)
+        largest = max(largest, top)
+    mean = float(total / count) if count else 0.0
+    spread = float(np.sqrt(max(np.longdouble(0), squares / count - (total / count) ** 2))) if count else 0.0
     return Values(mean=mean, std=spread, max_abs=largest, zeros=zeros, non_finite=non_finite)
 
 

@@ -248,12 +248,14 @@ def _values(entries: Iterable[TensorEntry]) -> list[str]:
     if not every:
         return ["", "", "", ""]
     mean = sum(values.mean for values in every) / len(every)
-    square = sum(values.std**2 + values.mean**2 for values in every) / len(every)
+    top = max(values.max_abs for values in every)
+    scale = top or 1.0  # whose square may be more than a number holds
+    square = sum((values.std / scale) ** 2 + (values.mean / scale) ** 2 for values in every) / len(every)
     zeros = sum(values.zeros for values in every)
     return [
         f"{mean:.2g}",
-        f"{max(0.0, square - mean**2) ** 0.5:.3g}",
-        f"{max(values.max_abs for values in every):.3g}",
+        f"{max(0.0, square - (mean / scale) ** 2) ** 0.5 * scale:.3g}",
+        f"{top:.3g}",
         f"{zeros:,}" if zeros else "",
     ]
 

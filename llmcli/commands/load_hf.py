@@ -81,10 +81,11 @@ def run(
     revision: Revision = None,
     offline: Offline = False,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Check a checkpoint against its family, load it, and say how; --out writes it clean.
 
     Nothing is filled in and nothing dropped unsaid: what does not fit is refused, and all of it is named.
+    Exits with 1 where values are not finite, as inspect --full does; --out has them as they are.
 
     Example: llmcli load-hf ./gpt2 --tie untie --out ./gpt2-untied
     """
@@ -109,7 +110,7 @@ def run(
     if as_json or _apart():  # the report goes elsewhere: what matters is said here
         for warning in report.warnings:
             warn(warning)
-    emit(report, lambda result: view(result, plan.notes), as_json)
+    emit(report, lambda result: view(result, plan.notes, warnings), as_json)
     if verification and not verification.agrees:
         from llmcli.errors import CheckpointError
 
@@ -117,6 +118,7 @@ def run(
             f"llmcli's logits and transformers' differ by {verification.max_difference:.3g}",
             "One of the two reads the checkpoint wrongly; what transformers said of it is above.",
         )
+    return int(bool(warnings))
 
 
 def _apart() -> bool:
@@ -246,8 +248,8 @@ def summary(
     )
 
 
-def view(report: Report, notes: Iterable[str] = ()) -> RenderableType:
-    """One line a fact."""
+def view(report: Report, notes: Iterable[str] = (), problems: Iterable[str] = ()) -> RenderableType:
+    """One line a fact; `problems` are those of the warnings for which the command exits with 1."""
     from rich.text import Text
 
     from llmcli.mapping import grouped
@@ -266,7 +268,7 @@ def view(report: Report, notes: Iterable[str] = ()) -> RenderableType:
     for text in notes:
         row("note", text, "cyan")
     for text in report.warnings:
-        row("warning", text, "yellow")
+        row(*(("problem", text, "red") if text in problems else ("warning", text, "yellow")))
     if report.verify:
         found = report.verify
         row(
