@@ -14,8 +14,10 @@ from safetensors.numpy import load_file
 
 from llmcli import checkpoint, cli, families, trace
 from llmcli.cache import LayerCache, new_cache
+from llmcli.commands import trace as commands_trace
 from llmcli.config import ModelConfig
 from llmcli.errors import UsageError
+from llmcli.lab import Lab, Limits, pass_bytes
 from llmcli.layers import rotate
 from llmcli.model import Decoder, build
 from llmcli.trace import Node, Pass
@@ -418,3 +420,34 @@ def test_refusals_are_usage_errors(
     assert captured.out == ""
     assert said in captured.err
     assert "hint" in captured.err
+
+
+def test_more_passes_than_there_is_room_for_are_answered_before_the_first(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Learned positions end, rotary ones go on with a warning, and memory is reckoned before it is taken."""
+    hf.make("gpt2", tmp_path)
+    most = checkpoint.load(tmp_path)[0].config.max_position_embeddings
+    for new, said in ((most - 2, ""), (most - 1, f"used up after {most - 2:,} new tokens"), (10**18, "used up after")):
+        assert cli.run(["trace", str(tmp_path), "--ids", "1,2", "-n", str(new), "--json"]) == 0
+        captured = capsys.readouterr()
+        assert len(json.loads(captured.out)["passes"]) == most - 1
+        assert said in captured.err and bool(said) == bool(captured.err)
+    trained = checkpoint.load(tiny)[0].config.max_position_embeddings
+    assert cli.run(["trace", str(tiny), "--ids", "1,2", "-n", str(trained - 1), "--json"]) == 0
+    assert f"warning: {trained + 1:,} tokens" in capsys.readouterr().err
+    monkeypatch.setattr(Lab, "step", None)  # not one pass is made
+    assert cli.run(["trace", str(tiny), "--ids", "1,2", "-n", "100000000"]) == 2
+    assert "-n 100000000: the recorded values would take" in capsys.readouterr().err
+
+
+def test_what_passes_will_take_is_reckoned_as_their_records_are(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = checkpoint.load(tiny)[0]
+    taken = sum(pass_bytes(model, 1, n) for n in range(4, 9)) + pass_bytes(model, 3, 3)
+    for most, right in ((taken, True), (taken - 1, False)):
+        monkeypatch.setattr("llmcli.lab.Limits", lambda most=most: Limits(memory=most))
+        if right:
+            assert commands_trace._as_far_as_it_goes(model, 3, 5) == 5
+        else:
+            with pytest.raises(UsageError, match="-n 5"):
+                commands_trace._as_far_as_it_goes(model, 3, 5)

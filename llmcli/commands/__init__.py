@@ -176,3 +176,15 @@ def open_model(
     for warning in plan.warnings:
         warn(warning)
     return model, plan
+
+
+def warn_of_length(model: Decoder, length: int) -> None:
+    """Rotary positions go on past those the model was trained on; the text rarely does."""
+    from llmcli.output import warn
+
+    trained = model.config.max_position_embeddings
+    if model.position_embeddings is None and length > trained:
+        warn(
+            f"{length:,} tokens, prompt and new ones, are more than the {trained:,} the model was trained for: "
+            "expect the text to fray"
+        )

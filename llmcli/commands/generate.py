@@ -29,6 +29,7 @@ from llmcli.commands import (
     given_ids,
     open_model,
     open_tokenizer,
+    warn_of_length,
 )
 from llmcli.errors import DataError, LlmcliError, UsageError
 
@@ -170,7 +171,7 @@ def _answer(
     streamed = num_samples == 1 and not as_json
     if streamed and sys.stdout.isatty() and tokenizer is not None:
         output.paint(tokenizer.decode(prompt_ids), "dim")
-    _warn_of_length(model, len(prompt_ids) + sampling.max_new_tokens)
+    warn_of_length(model, len(prompt_ids) + sampling.max_new_tokens)
     pieces = complete(model, tokenizer, [prompt_ids] * num_samples, sampling, stops=stops, use_cache=use_cache)
     if streamed:
         for piece in pieces:
@@ -255,16 +256,6 @@ def _encode(tokenizer: Tokenizer | None, text: str) -> list[int]:
     if first is None:
         raise UsageError("the tokenizer has no token that begins a text", "Give a prompt.")
     return [first]
-
-
-def _warn_of_length(model: Decoder, length: int) -> None:
-    """Rotary positions go on past those the model was trained on; the text rarely does."""
-    trained = model.config.max_position_embeddings
-    if model.position_embeddings is None and length > trained:
-        output.warn(
-            f"{length:,} tokens, prompt and new ones, are more than the {trained:,} the model was trained for: "
-            "expect the text to fray"
-        )
 
 
 HELP = """What you type goes on where the text ended, on a new line; the model goes on from there.

@@ -27,14 +27,16 @@ from llmcli.commands import (
     one_text,
     open_model,
     open_tokenizer,
+    warn_of_length,
 )
 from llmcli.errors import LlmcliError, UsageError, unwritable
-from llmcli.output import Fit, emit, note, shape, size, table
+from llmcli.output import Fit, emit, note, progress, shape, size, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from llmcli.lab import Lab
+    from llmcli.model import Decoder
     from llmcli.trace import Pass, Stage
 
 GROUP = "Look inside"
@@ -140,6 +142,7 @@ def run(
     given = None if ids is None else given_ids(ids)
     for file, suffix in ((save, ".safetensors"), (html, ".html")):
         _check_place(file, suffix)
+    sampling = choose_sampling(temperature=temperature, seed=seed)
     path = find_checkpoint(checkpoint, revision=revision, offline=offline)
     tokenizer = open_tokenizer(path, needed=given is None)
     model, plan = open_model(str(path), tie, keep, dtype, device=device)
@@ -152,10 +155,12 @@ def run(
         limits=Limits(prompt_tokens=1 << 30, prompt_characters=1 << 30, passes=new + 1, values=1 << 60),
     )
     begun = lab.start(text or ids or "", given)
-    sampling = choose_sampling(temperature=temperature, seed=seed)
-    for _ in range(new):
-        if (chosen := lab.step(begun.id, sampling).chosen) and chosen.ends:
-            break
+    new = _as_far_as_it_goes(model, len(lab.text(begun.id).ids), new)
+    with progress("tracing", new, "passes") as advance:
+        for _ in range(new):
+            advance(1)
+            if (chosen := lab.step(begun.id, sampling).chosen) and chosen.ends:
+                break
     recorded = [lab.recorded(begun.id, n) for n in range(len(lab.text(begun.id).passes))]
     place = _index("--pass", number, len(recorded))
     if save is not None:
@@ -173,6 +178,25 @@ def run(
         column_range = column_range or slice(0, COLUMNS)
     result = _cut(lab, begun.id, place, stage, head, row_range or slice(None), column_range or slice(None))
     emit(result, view_slice, as_json)
+
+
+def _as_far_as_it_goes(model: Decoder, read: int, new: int) -> int:
+    """How many of `new` passes after `read` tokens there will be: said before the first. Raises UsageError."""
+    from llmcli.generate import positions
+    from llmcli.lab import Limits, pass_bytes
+
+    if new > positions(model) - read:
+        most = int(positions(model))
+        note(f"the model's {most:,} learned positions are used up after {most - read:,} new tokens")
+        new = most - read
+    ends = (pass_bytes(model, 1, read + n) for n in (1, new))  # what a pass takes grows evenly
+    wanted, most = pass_bytes(model, read, read) + new * sum(ends) // 2, Limits().memory
+    if new and wanted > most:
+        raise UsageError(
+            f"-n {new}: the recorded values would take {size(wanted)}, the most is {size(most)}", "Ask for fewer."
+        )
+    warn_of_length(model, read + new)
+    return new
 
 
 def _in_numbers(lab: Lab, made: Pass) -> TracedPass:
