@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -237,6 +238,28 @@ def test_the_table_shows_the_report(capsys: pytest.CaptureFixture[str]) -> None:
         assert text in out
 
 
+def test_the_table_names_the_first_of_many_and_says_that_there_are_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("llmcli.commands.embedding_report.MOST", 3)
+    monkeypatch.setattr(embeddings, "_RANK_WORK", 1)  # four rows for each of the eight dimensions
+    values = draw(120, 8)
+    values[:4] = 0
+    values[41:51:2] = values[40:50:2]
+    write(tmp_path / "many", {NAME: values})
+    write(tmp_path / "few", {NAME: draw(30, 8)})
+    lines = {}
+    for name in ("many", "few"):
+        assert cli.run(["embedding-report", str(tmp_path / name)]) == 0
+        lines[name] = dict(re.findall(r"^(.+?) {2,}(.*)$", capsys.readouterr().out, re.MULTILINE))
+    assert lines["many"]["zero rows"] == "4  <row 0> <row 1> <row 2> ..."
+    pairs = "; ".join(f"<row {n}> <row {n + 1}>" for n in (40, 42, 44, 46))
+    assert lines["many"]["duplicate rows"] == f"10 in 5 groups: {pairs} ..."
+    assert lines["many"]["effective rank"].endswith("(of 32 rows)")
+    assert lines["few"]["zero rows"] == lines["few"]["duplicate rows"] == "0"
+    assert "rows" not in lines["few"]["effective rank"], "taken of all"
+
+
 def test_gemmas_scale_is_said(tmp_path: Path, run: Run) -> None:
     hf.make("gemma", tmp_path)
     found = run(tmp_path)
@@ -260,6 +283,21 @@ def test_hardly_any_rows_at_all(tmp_path: Path, values: Values, run: Run, capsys
     assert run(tmp_path)["rows"] == len(values)
     assert cli.run(["embedding-report", str(tmp_path)]) == 0
     assert "fault" not in capsys.readouterr().err
+
+
+def test_the_picture_sets_the_under_trained_rows_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    pytest.importorskip("matplotlib")
+    values = draw(400, 16)
+    values[100:140] *= 2 / np.linalg.norm(values[100:140], axis=1, keepdims=True)
+    values[5] = 0  # under-trained too, but no norm of a row that is drawn
+    write(tmp_path, {NAME: values})
+    figures: list[Any] = []
+    monkeypatch.setattr("llmcli.plot._save", lambda figure, path: figures.append(figure))
+    assert run(tmp_path, "--plot", tmp_path / "report.svg")["under_trained"]["rows"] == 41
+    legend = figures[0].axes[0].get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == ["359 other rows", "40 under-trained rows"]
 
 
 @stories

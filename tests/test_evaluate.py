@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -182,6 +183,15 @@ def test_sizes_that_do_not_fit_are_refused(options: dict[str, int], kind: type[E
         scored(wild("gpt2"), ["abc"], **options)
 
 
+def test_a_perplexity_past_what_a_float_holds_is_infinite() -> None:
+    model = wild()
+    assert model.output_projection is not None
+    with torch.no_grad():
+        model.output_projection.weight *= 1e4
+    found = scored(model, ["abc"])[0]
+    assert found.loss > 710 and math.isfinite(found.loss) and found.perplexity == math.inf
+
+
 def test_what_cannot_be_measured_is_refused() -> None:
     for texts in ([], [""], ["x", "y"]):
         with pytest.raises(DataError, match="too short"):
@@ -261,6 +271,8 @@ def test_several_checkpoints_stand_in_one_table(folder: Path, capsys: pytest.Cap
     assert shown.out.count("the worst tokens") == shown.out.count("loss by context") == 2
     losses = [float(line.split()[2]) for line in lines[6:16]]
     assert losses == sorted(losses, reverse=True)
+    spans = re.findall(r"^([\d–]+) +\d+ +\d+\.\d{4} ", shown.out, re.MULTILINE)
+    assert spans == ["1", "2", "3–4", "5–8"] * 2, "as far as the longest document reaches"
     assert shown.err == ""
 
 

@@ -154,7 +154,21 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     lily = next(row for row in found["rows"] if row["token"] == "▁Lily")
     assert (lily["as_input"], lily["as_target"]) == (2, 2)
     assert cli.run(["gradient-report", str(STORIES), "--text", text]) == 0
-    assert "▁Lily" in capsys.readouterr().out
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    rows = {line[0]: line[1:4] for line in shown if len(line) == 7}  # id, how often read, how often predicted
+    assert rows["▁Lily"] == [str(lily["id"]), "2", "2"]
+    assert rows["<s>"] == ["1", "1", "–"], "the first is not predicted"
+    assert rows["."][1:] == ["–", "1"], "the last is not read"
+
+
+def test_a_tokenizer_of_more_tokens_than_the_model_has_rows_is_refused_by_both_sizes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf.make("llama", tmp_path, tie_word_embeddings=True)  # 64 rows
+    tokenizer.bytes_tokenizer().save(tmp_path)
+    assert cli.run(["gradient-report", str(tmp_path), "--text", "1a"]) == 1
+    said = capsys.readouterr().err
+    assert "token id 97 has no row in the model: its vocab_size is 64; the tokenizer's size is 257" in said
 
 
 def test_the_command_refuses_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -177,6 +177,17 @@ def test_a_redundant_head_is_a_copy_and_counts_once(gpt2: Path) -> None:
     assert found.total.values == found.parameters + 64 * 16
 
 
+def test_values_that_are_not_parameters_are_said_to_be_left_out_of_the_count(
+    gpt2: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli.run(["inspect", str(gpt2)])
+    assert "not counted" not in capsys.readouterr().out
+    arrays = read(gpt2)
+    write(gpt2, arrays | {HEAD: arrays[EMBEDDING]})  # 64 x 16 once more
+    cli.run(["inspect", str(gpt2)])
+    assert ", and 1,024 values that are not counted\n" in capsys.readouterr().out
+
+
 def test_another_head_is_counted_and_the_model_untied_whatever_the_flag_says(gpt2: Path) -> None:
     arrays = read(gpt2)
     write(gpt2, arrays | {HEAD: ("F32", floats((64, 16)))})

@@ -407,6 +407,19 @@ def test_a_file_of_analogies_is_scored_by_section(
     assert code == 1 and "needs a tokenizer" in err
 
 
+def test_a_word_whose_token_has_no_row_takes_no_part_in_an_analogy(
+    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write(tmp_path / "m", {NAME: vectors()[:4]})
+    vocabulary(folder, WORDS)  # ids 0 to 14, and four rows
+    file = tmp_path / "questions.txt"
+    file.write_text("king man woman <unk>\nking man queen woman\nking man woman queen\n")
+    total = run(folder, "--analogies", file)["total"]
+    assert (total["asked"], total["skipped"]) == (1, 2)
+    code, out, err = said(capsys, folder, "--analogy", "king - queen")
+    assert code == 1 and not out and "token id 4 has no row in the model: its vocab_size is 4" in err
+
+
 def test_lines_of_standard_input_are_answered_one_by_one(
     words: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

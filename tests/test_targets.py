@@ -229,3 +229,9 @@ def test_the_folder_of_a_run_is_no_checkpoint_and_its_checkpoints_are_named(
     more = {"generate": ["hello"], "evaluate": [str(run / "metrics.jsonl")], "nearest-tokens": ["#1"]}
     assert cli.run([command, str(run), *more.get(command, [])]) == 2
     assert f"the folder of a training run, not a checkpoint\n  hint: Give {run / 'best'}" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_holds_another_in_a_folder_is_a_checkpoint(tmp_path: Path) -> None:
+    for name in (".", "best", "last"):
+        hf.make("llama", tmp_path / "made" / name)
+    assert targets.find_checkpoint(tmp_path / "made") == tmp_path / "made"

@@ -328,6 +328,8 @@ def test_values_of_two_types_are_compared_as_values(tmp_path: Path) -> None:
     half = torch.randn(20, 4).half()
     assert tensors.equal(info_of(tmp_path, half), info_of(tmp_path, half.float()))
     assert tensors.equal(info_of(tmp_path, half.bfloat16()), info_of(tmp_path, half.bfloat16().float()))
+    odd = torch.tensor([[float("nan"), float("inf"), 1.0]])
+    assert tensors.compare(info_of(tmp_path, odd), info_of(tmp_path, odd.half())) == tensors.Comparison(True, 0.0)
     precise = torch.randn(20, 4)
     assert not tensors.equal(info_of(tmp_path, precise), info_of(tmp_path, precise.bfloat16()))
 
