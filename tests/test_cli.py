@@ -5,12 +5,16 @@ from __future__ import annotations
 import importlib.machinery
 import json
 import os
+import pty
+import re
 import subprocess
 import sys
 import types
 from pathlib import Path
 
+import hf
 import pytest
+from safetensors.torch import load_file, save_file
 
 from llmcli import cli, commands, errors, output
 
@@ -116,10 +120,58 @@ def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch, interrupt: 
 
 def test_json_is_the_only_thing_on_stdout_and_tables_have_no_colour_in_a_pipe() -> None:
     assert json.loads(llmcli("count-params", "glasslm", "--json", FORCE_COLOR="1").stdout)["total"] == 852_608
-    table = llmcli("count-params", "glasslm", "gpt2", COLUMNS="40").stdout
+    table = llmcli("count-params", "glasslm", "gpt2").stdout
     assert "\x1b" not in table
     assert "852,608" in table
     assert "124,439,808" in table
+
+
+def test_in_a_pipe_a_table_is_as_wide_as_it_is_unless_columns_says_otherwise() -> None:
+    wide, narrow, unset, none = (llmcli("presets", COLUMNS=columns).stdout for columns in ("180", "40", "", "0"))
+    assert max(map(len, narrow.splitlines())) <= 40
+    assert 80 < max(map(len, wide.splitlines())) <= 180
+    assert unset == none and max(map(len, unset.splitlines())) > 100
+    words = "".join(narrow.split())
+    assert all(word in words for word in wide.split())
+
+
+def seen_on_a_terminal(*arguments: str | Path, **environment: str) -> str:
+    """What one run sends to a terminal, from both its streams."""
+    ours, theirs = pty.openpty()
+    plain = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "COLUMNS", "FORCE_COLOR")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "llmcli", *map(str, arguments)],
+        stdout=theirs,
+        stderr=theirs,
+        env={**plain, "TERM": "xterm-256color", **environment},
+    )
+    os.close(theirs)
+    out = b""
+    while True:
+        try:
+            out += os.read(ours, 1 << 16)
+        except OSError:  # the other end is closed
+            break
+    os.close(ours)
+    process.wait(60)
+    return out.decode()
+
+
+COLOUR = re.compile(r"\x1b\[(?:[\d;]*;)?(?:3\d|4\d|9\d|10\d)(?:;[\d;]*)?m")
+
+
+def test_no_color_leaves_colours_out_and_a_dumb_terminal_gets_no_codes(tmp_path: Path) -> None:
+    """A table with colours, a refusal, help and a progress bar."""
+    hf.make("llama", tmp_path)
+    values = load_file(tmp_path / "model.safetensors")
+    values["model.norm.weight"][0] = float("nan")
+    save_file(values, tmp_path / "model.safetensors")
+    for arguments in (["inspect", tmp_path, "--full"], ["inspect", tmp_path / "nowhere"], ["train", "--help"]):
+        assert COLOUR.search(seen_on_a_terminal(*arguments)), arguments
+        assert COLOUR.search(seen_on_a_terminal(*arguments, NO_COLOR="")), "an empty value asks for nothing"
+        plain = seen_on_a_terminal(*arguments, NO_COLOR="1")
+        assert "\x1b[" in plain and not COLOUR.search(plain), plain
+        assert "\x1b" not in seen_on_a_terminal(*arguments, TERM="dumb")
 
 
 def test_a_locale_without_utf8_is_no_obstacle() -> None:
