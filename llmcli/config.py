@@ -20,6 +20,7 @@ from llmcli.errors import ConfigError, LlmcliError, UsageError
 # A size beyond these bounds is a typing error, not a model: the largest public decoders stay far below them.
 Size = Annotated[int, Meta(ge=1, le=100_000_000)]
 Layers = Annotated[int, Meta(ge=0, le=10_000)]
+Steps = Annotated[int, Meta(ge=0, le=10_000_000_000)]  # at a thousandth of a second each, four months
 Probability = Annotated[float, Meta(ge=0.0, lt=1.0)]
 Positive = Annotated[float, Meta(gt=0.0, le=1e300)]  # no infinity: JSON cannot hold it
 NotNegative = Annotated[float, Meta(ge=0.0, le=1e300)]
@@ -143,12 +144,12 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     context: Size | None = None
     batch_size: Size = 16
     accumulation: Size = 1
-    max_steps: Annotated[int, Meta(ge=0)] = 1000
+    max_steps: Steps = 1000
     lr: Positive = 1e-3
     min_lr: NotNegative = 1e-4
-    warmup_steps: Annotated[int, Meta(ge=0)] = 100
+    warmup_steps: Steps = 100
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    schedule_steps: Size | None = None
+    schedule_steps: Annotated[int, Meta(ge=1, le=10_000_000_000)] | None = None
     decay_fraction: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.2
     beta1: Probability = 0.9
     beta2: Probability = 0.95

@@ -13,7 +13,7 @@ import msgspec
 
 from llmcli import families, params
 from llmcli.config import ModelConfig
-from llmcli.errors import UsageError
+from llmcli.errors import ConfigError, UsageError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
@@ -136,6 +136,30 @@ def training_memory(config: ModelConfig, *, dtype: Dtype, context: int, batch: i
         total=steady + full,
         total_chunked=steady + chunked,
     )
+
+
+def require_room(config: ModelConfig, *, context: int, batch: int, memory: int) -> None:
+    """Raise ConfigError where training cannot fit into so many bytes of memory: a typing error, or another machine's.
+
+    Half of what is reckoned is asked for, so that what swap, sharing or a smaller type would make possible is tried.
+    """
+    needed = training_memory(config, dtype="float32", context=context, batch=batch)
+    if needed.total_chunked <= 2 * memory:
+        return
+    fixed = needed.weights + needed.gradients + needed.moments
+    model = fixed > needed.total_chunked // 2
+    raise ConfigError(
+        f"training would take some {gigabytes(needed.total_chunked)} GB, {gigabytes(fixed)} GB of it for the model's "
+        f"{params.count(config).total:,} parameters, and there are {gigabytes(memory)} GB of memory",
+        "Take a smaller model: model.embed_dim, num_layers, vocab_size."
+        if model
+        else f"Take a smaller train.batch_size (now {batch:,}) or train.context (now {context:,}).",
+    )
+
+
+def gigabytes(size: int) -> str:
+    """A number of bytes in GB, rounded for a message."""
+    return f"{size / 1e9:,.1f}" if size < 10**11 else f"{size / 1e9:,.0f}"
 
 
 def activation_bytes(config: ModelConfig, *, dtype: Dtype, context: int, batch: int) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import transformers
@@ -20,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from llmcli import costs, families, hf_config, layers, params
 from llmcli.config import ModelConfig
 from llmcli.costs import kv_cache, training_memory
-from llmcli.errors import UsageError
+from llmcli.errors import ConfigError, UsageError
 from llmcli.layers import MATMUL_KEYS
 from llmcli.model import build
 from llmcli.targets import read_config
@@ -325,3 +326,20 @@ def test_no_layers_cost_a_head_and_no_cache() -> None:
     cost = costs.costs(made, context=10)
     assert (cost.flops.forward, cost.kv_cache.bytes) == (2 * 100 * 16, 0)
     assert cost.flops.head_share == 1
+
+
+def test_what_cannot_fit_into_memory_is_refused_by_what_makes_it_large() -> None:
+    config = read_config("glasslm")
+    needed = training_memory(config, dtype="float32", context=256, batch=8).total_chunked
+    costs.require_room(config, context=256, batch=8, memory=needed // 2)  # with swap it may be
+    with pytest.raises(ConfigError, match=r"852,608 parameters") as caught:
+        costs.require_room(config, context=256, batch=8, memory=needed // 2 - 1)
+    assert "train.batch_size (now 8) or train.context (now 256)" in caught.value.hint
+    with pytest.raises(ConfigError, match=r"6,478,368,768 parameters, and there are 16\.0 GB of memory") as caught:
+        costs.require_room(
+            msgspec.structs.replace(read_config("llama-7b"), tie_word_embeddings=False, vocab_size=256),
+            context=1,
+            batch=1,
+            memory=16 * 10**9,
+        )
+    assert "model.embed_dim" in caught.value.hint
