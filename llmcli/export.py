@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from llmcli.errors import UsageError
+from llmcli.errors import LlmcliError, UsageError, unwritable
 from llmcli.names import Names, escaped
 from llmcli.probe import Rows
 
@@ -51,7 +51,7 @@ def export(
                     words.write(f"{spellings[id]} {' '.join(numbers)}\n")
                 progress(len(some))
     except OSError as error:
-        raise UsageError(f"{folder}: cannot be written ({error.strerror or error})", "Check the folder.") from None
+        raise unwritable(folder, error, LlmcliError, "Choose another folder, or make room.") from None
     return Export(len(ids), rows.matrix.width, tuple(str(path) for path in files))
 
 
@@ -59,6 +59,8 @@ def _distinct(spellings: Sequence[tuple[int, str]]) -> dict[int, str]:
     seen: set[str] = set()
     result = {}
     for id, spelling in spellings:
-        result[id] = spelling if spelling not in seen else f"{spelling}#{id}"
-        seen.add(result[id])
+        while spelling in seen:  # what the id was put behind may be a spelling too
+            spelling = f"{spelling}#{id}"
+        result[id] = spelling
+        seen.add(spelling)
     return result

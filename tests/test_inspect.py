@@ -854,6 +854,38 @@ def test_the_command_compares_two(gpt2: Path, tmp_path: Path, capsys: pytest.Cap
     assert cli.run(["inspect", str(gpt2), str(tmp_path / "gone")]) == 2
 
 
+def test_the_command_shows_the_largest_differences_and_says_how_many_more(
+    gpt2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = Path(shutil.copytree(gpt2, tmp_path / "other"))
+    arrays = read(other)
+    names = [f"transformer.h.1.{part}.bias" for part in ("ln_1", "ln_2", "mlp.c_fc")]
+    write(other, arrays | {name: ("F32", arrays[name][1] * np.float32(n)) for n, name in enumerate(names, 2)})
+    for most, said in ((2, "and 1 more; --json lists them all"), (3, None)):
+        monkeypatch.setattr("llmcli.commands.inspect.MOST", most)
+        assert cli.run(["inspect", str(gpt2), str(other)]) == 0
+        shown = capsys.readouterr().out
+        assert [name in shown for name in reversed(names)] == [True] * most + [False] * (3 - most)
+        assert said in shown if said else "more" not in shown
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_offline_holds_for_both_of_two(
+    gpt2: Path, place: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def fetch(repo: object, offline: bool = False) -> Path:
+        asked.append((str(repo), offline))
+        return gpt2
+
+    monkeypatch.setattr("llmcli.hub.fetch", fetch)
+    two = [str(gpt2), str(gpt2)]
+    two[place] = "org/name"
+    assert cli.run(["inspect", *two, "--offline"]) == 0
+    assert asked == [("org/name", True)]
+
+
 def test_configs_that_differ_and_problems_are_said_where_tensors_are_equal(
     gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

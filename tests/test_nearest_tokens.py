@@ -327,6 +327,37 @@ def test_answers_only_from_among_the_tokens_of_a_file(
     assert said(capsys, words, "king", "--among", tmp_path / "none")[0] == 2
 
 
+def test_a_padding_row_is_an_answer_only_where_all_rows_are(tmp_path: Path, run: Run) -> None:
+    folder = write(tmp_path / "m", {NAME: vectors(len(WORDS) + 2)})
+    vocabulary(folder, WORDS)
+    file = _file(tmp_path, f"queen\n#{len(WORDS)}\n")
+    assert ids(run(folder, "king", "--among", file)) == [4]
+    assert sorted(ids(run(folder, "king", "--among", file, "--all-rows"))) == [4, len(WORDS)]
+
+
+@pytest.mark.parametrize("option", ["--among", "--vector", "--analogies"])
+def test_a_file_longer_than_is_read_is_refused(
+    words: Path, tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(neighbours, "MOST_BYTES", 1000)
+    file = tmp_path / "long.json"
+    file.write_text("[" + ", ".join(["0.5"] * 8) + "]" + "\n" * 1000)
+    code, out, err = said(capsys, words, *(["king"] if option == "--among" else []), option, file)
+    assert code == 2 and not out and "more than 1,000 bytes" in err
+
+
+def test_of_two_matrices_a_row_that_one_lacks_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write(tmp_path / "m", {NAME: vectors(), "lm_head.weight": vectors(len(WORDS) - 2, seed=4)})
+    for word, code in (("#12", 0), ("#13", 1)):
+        assert said(capsys, folder, word, "--matrix", "both")[0] == code
+
+
+def test_a_distance_is_headed_as_one(words: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for metric, heading in (("l2", "distance"), ("dot", "dot"), ("cosine", "cosine")):
+        _, out, _ = said(capsys, words, "king", "-k", 1, "--metric", metric)
+        assert [line.split() for line in out.splitlines()][1] == ["token", "id", heading]
+
+
 def test_the_baseline_is_shown_and_in_json_on_request(
     words: Path, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -405,6 +436,16 @@ def test_a_file_of_analogies_is_scored_by_section(
     (folder / "tokenizer.json").unlink()
     code, _, err = said(capsys, folder, "--analogies", file)
     assert code == 1 and "needs a tokenizer" in err
+
+
+def test_a_question_with_a_word_of_no_direction_is_asked_and_not_answered(tmp_path: Path, run: Run) -> None:
+    values = vectors()
+    values[2] = 0
+    folder = write(tmp_path / "m", {NAME: values})
+    vocabulary(folder, WORDS)
+    file = _file(tmp_path, ": all\nking man woman queen\n")
+    total = run(folder, "--analogies", file)["total"]
+    assert (total["asked"], total["correct"], total["skipped"]) == (1, 0, 0)
 
 
 def test_a_word_whose_token_has_no_row_takes_no_part_in_an_analogy(
@@ -489,7 +530,17 @@ def test_export_reads_back_as_the_rows_and_overwrites_nothing(
     np.testing.assert_array_equal(np.array([parts[1:] for parts in read], np.float32), values)
     code, _, err = said(capsys, folder, "--export", out)
     assert code == 2 and "there already" in err
-    assert run(folder, "--export", tmp_path / "few", "--among", _file(tmp_path, "a\nd\n"))["rows"] == 2
+    assert run(folder, "--export", tmp_path / "few", "--among", _file(tmp_path, "d\na\na\n"))["rows"] == 2
+    assert (tmp_path / "few" / "metadata.tsv").read_text() == "token\tid\na\t0\nd\t5\n", "each once, by id"
+
+
+@pytest.mark.parametrize("names", [["b\\x20c", "b c", "b\\x20c#1"], ["b\\x20c#2", "b\\x20c", "b c"]])
+def test_every_row_is_exported_under_a_name_of_its_own(tmp_path: Path, run: Run, names: list[str]) -> None:
+    folder = write(tmp_path / "m", {NAME: vectors(4, 4)})
+    vocabulary(folder, [*names, "<unk>"])
+    run(folder, "--export", tmp_path / "out")
+    lines = (tmp_path / "out" / "metadata.tsv").read_text().splitlines()[1:]
+    assert len({line.split("\t")[0] for line in lines}) == len(lines) == 4
 
 
 def test_gensim_reads_what_is_exported(tmp_path: Path, run: Run) -> None:

@@ -136,6 +136,23 @@ def test_close_rows_that_float32_cannot_tell_apart_are_told_apart(tmp_path: Path
     check(probe.Rows(found), as_read(found), 5, 10, metric)
 
 
+@pytest.mark.parametrize("kind", ["cosine", "dot", "l2", "mul"])
+def test_the_bounds_of_a_score_hold_it_however_its_parts_are_off(kind: str) -> None:
+    draw = np.random.default_rng(2)
+    values, queries, slack = draw.standard_normal((500, 6)), 3 * draw.standard_normal((3, 6)), 1e-3
+    values[:3] = queries  # a distance of zero
+    kinds = {"cosine": probe._Cosine, "dot": probe._Dot, "l2": probe._Distance}
+    score: Any = probe.Product(queries[None], (-1, 1, 1)) if kind == "mul" else kinds[kind](queries)
+    lengths = np.linalg.norm(values, axis=1)
+    for signs in draw.choice([-1, 1], (20, 2, 500)):
+        dots = score.unit @ values.T + slack * lengths * signs[0]
+        low, high = score.bounds(dots, lengths * (1 + slack * signs[1]), slack)
+        for query in range(score.queries):
+            exact = score.exact(values, lengths, query)
+            exact = -(exact**2) if kind == "l2" else exact
+            assert (low[query] <= exact).all() and (exact <= high[query]).all()
+
+
 def test_rows_far_too_long_or_short_for_float32_are_scored_all_the_same(tmp_path: Path) -> None:
     values = random(60, 8).astype(np.float64)
     values[3] *= 1e-25
