@@ -206,7 +206,8 @@ def _layer_bytes(config: ModelConfig, tensors: list[families.Tensor], size: int)
 
 
 def _norm_bytes(config: ModelConfig, width: int) -> int:
-    return 4 * width * (1 if families.get(config.family).norm == "layer" else 2)
+    kept: dict[families.Norm, int] = {"layer": 1, "rms": 2, "rms_plus_one": 2}
+    return 4 * width * kept[families.get(config.family).norm]
 
 
 def logits_bytes(config: ModelConfig, *, dtype: Dtype, tokens: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import cast
+from typing import TYPE_CHECKING, assert_never, cast
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 from llmcli.cache import Cache
 from llmcli.config import ModelConfig, RopeScaling
+
+if TYPE_CHECKING:
+    from llmcli import families
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -84,6 +87,16 @@ def rms_norm(config: ModelConfig, plus_one: bool = False, width: int | None = No
 def layer_norm(config: ModelConfig) -> nn.LayerNorm:
     """A config's LayerNorm over the width d, with a bias where the config has biases."""
     return nn.LayerNorm(config.embed_dim, eps=cast(float, config.norm_eps), bias=bool(config.bias))
+
+
+def norm_of(config: ModelConfig, kind: families.Norm) -> nn.Module:
+    """A config's norm of that kind over the width d."""
+    match kind:
+        case "layer":
+            return layer_norm(config)
+        case "rms" | "rms_plus_one":
+            return rms_norm(config, kind == "rms_plus_one")
+    assert_never(kind)
 
 
 class Rotary(nn.Module):

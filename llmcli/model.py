@@ -13,7 +13,7 @@ from llmcli import families, params
 from llmcli.cache import Cache
 from llmcli.config import ModelConfig
 from llmcli.errors import UsageError
-from llmcli.layers import Rotary, TokenEmbeddings, layer_norm, rms_norm, softcap
+from llmcli.layers import RMSNorm, Rotary, TokenEmbeddings, norm_of, softcap
 
 
 class Decoder(nn.Module):
@@ -48,8 +48,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(family.block(config, layer) for layer in range(config.num_layers))
         self.final_norm: nn.Module | None = None
         if family.final_norm and layered:
-            is_layer_norm = family.norm == "layer"
-            self.final_norm = layer_norm(config) if is_layer_norm else rms_norm(config, family.norm == "rms_plus_one")
+            self.final_norm = norm_of(config, family.norm)
         self.output_projection = (
             None
             if config.tie_word_embeddings
@@ -120,16 +119,21 @@ class Decoder(nn.Module):
         return (positions - cache[0].padding.to(ids.device)[:, None, None]).clamp(min=0)
 
     def initialise(self, seed: int) -> None:
-        """Fresh weights: every Linear and Embedding from N(0, initializer_range), biases 0, norms 1.
+        """Fresh weights: every Linear and Embedding from N(0, initializer_range), biases 0, norms 1
+        (0 where they multiply by 1 + w).
 
         The draw is on the CPU and in the order of the names, so one seed gives the same model on every device.
         """
         generator = torch.Generator().manual_seed(seed)
+        neutral = {
+            f"{name}.weight": 0.0 if isinstance(module, RMSNorm) and module.plus_one else 1.0
+            for name, module in self.named_modules()
+            if isinstance(module, RMSNorm | nn.LayerNorm)
+        }
         for name, parameter in self.named_parameters():
             with torch.no_grad():
-                if "norm" in name.rsplit(".", 2)[-2] and name.endswith("weight"):
-                    plus_one = families.get(self.config.family).norm == "rms_plus_one"
-                    parameter.fill_(0.0 if plus_one else 1.0)
+                if name in neutral:
+                    parameter.fill_(neutral[name])
                 elif name.endswith("bias"):
                     parameter.zero_()
                 else:

@@ -159,14 +159,19 @@ def saved_by_autograd(made: ModelConfig, batch: int, context: int, autocast: boo
     return sum(storage.nbytes() for storage in kept.values())
 
 
-SHAPES = {
-    "gpt": {},
-    "gpt2": {},
-    "llama": {"num_kv_heads": 2},
+SHAPES: dict[str, dict[str, Any]] = {
     "gemma": {"num_kv_heads": 1, "head_size": 32},
+    "gemma2": {"num_kv_heads": 2, "head_size": 32},
+    "gemma3": {"num_kv_heads": 2, "head_size": 32},
+    "llama": {"num_kv_heads": 2},
+    "mistral": {"num_kv_heads": 2},
     "mixtral": {"num_kv_heads": 2, "num_experts": 4, "top_k_experts": 2},
-    "qwen3": {"num_kv_heads": 2, "head_size": 32},
     "olmo2": {"num_kv_heads": 2},
+    "phi3": {"num_kv_heads": 2},
+    "qwen2": {"num_kv_heads": 2},
+    "qwen3": {"num_kv_heads": 2, "head_size": 32},
+    "qwen3_moe": {"num_kv_heads": 2, "head_size": 32, "num_experts": 4, "top_k_experts": 2},
+    "smollm3": {"num_kv_heads": 2},
 }
 
 
@@ -175,7 +180,7 @@ def shaped(family: str, **changes: Any) -> ModelConfig:
     return families.complete(ModelConfig(family=family, **{**sizes, **SHAPES.get(family, {}), **changes}))
 
 
-@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize("family", families.names())
 def test_activations_are_what_autograd_saves(family: str) -> None:
     made = shaped(family)
     ours, _ = costs.activation_bytes(made, dtype="float32", context=128, batch=2)

@@ -21,6 +21,9 @@ from llmcli.errors import ConfigError
 if TYPE_CHECKING:
     from llmcli.layers import Block
 
+Norm = Literal["layer", "rms", "rms_plus_one"]
+"""`rms_plus_one` multiplies by 1 + w and starts from w = 0 (Gemma)."""
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -76,8 +79,8 @@ class Family:
     """Lines by which a file may hold the same tensors under other names or in another layout."""
     ignorable: tuple[str, ...] = ()
     """Names of file tensors that carry nothing learned: causal masks, rotary tables."""
-    norm: Literal["layer", "rms", "rms_plus_one"] = "rms"
-    """The kind of its norms; `rms_plus_one` multiplies by 1 + w and starts from w = 0."""
+    norm: Norm = "rms"
+    """The kind of the norm behind the last block; its blocks choose theirs, and `costs` takes them for the same."""
     final_norm: bool = True
     """Whether a norm stands behind the last block."""
     learned_positions: bool = False
@@ -189,25 +192,21 @@ def get(name: str) -> Family:
     return family
 
 
-_OPTIONAL = (
-    "num_kv_heads",
-    "head_size",
-    "window_size",
-    "window_layers",
-    "num_experts",
-    "top_k_experts",
-    "renormalise_experts",
-    "rope_theta",
-    "rope_scaling",
-    "local_rope_theta",
-    "rotary_size",
-    "nope_layers",
-    "query_scale",
-    "attention_softcap",
-    "logit_softcap",
-    "bias",
-    "head_bias",
-)
+_COMMON = {
+    "family",
+    "vocab_size",
+    "embed_dim",
+    "num_layers",
+    "num_heads",
+    "hidden_dim",
+    "max_position_embeddings",
+    "norm_eps",
+    "dropout",
+    "tie_word_embeddings",
+    "scale_embeddings",
+    "initializer_range",
+}
+"""The keys that mean something in every family; of all others a family names those of its own."""
 
 
 def complete(config: ModelConfig, source: str = "") -> ModelConfig:
@@ -238,9 +237,8 @@ def complete(config: ModelConfig, source: str = "") -> ModelConfig:
     filled = {key: value for key, value in implied.items() if getattr(config, key) is None}
     result = msgspec.structs.replace(config, **filled)
 
-    for key in _OPTIONAL:
-        value = getattr(result, key)
-        if key not in family.keys and value not in (None, False, implied.get(key)):
+    for key, value in msgspec.structs.asdict(result).items():
+        if key not in _COMMON | family.keys and value not in (None, False, implied.get(key)):
             raise ConfigError(
                 f"{where}{key} = {msgspec.to_builtins(value)}: the family {family.name} has no such thing",
                 f"Leave {key} out, or choose a family that has it.",
