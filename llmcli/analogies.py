@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from llmcli.errors import TokenizerError, UsageError
+from llmcli.errors import DataError, TokenizerError
 from llmcli.names import Names
 from llmcli.neighbours import Method, lines
 from llmcli.probe import Floats, Hit, Ids, Product, Rows
@@ -48,7 +48,7 @@ def score(
     """Answer a file of analogies, `a b c d` a line under `: section` lines: is d the row nearest to b - a + c?
 
     The three words asked with are no answer, as usual (Mikolov et al., 2013, arXiv:1301.3781). Of a word the token
-    with a space before it is meant where there is one. Raises UsageError for a line that has not four words and for a
+    with a space before it is meant where there is one. Raises DataError for a line that has not four words and for a
     file without questions, TokenizerError where words cannot be looked up.
     """
     if not names.known:
@@ -66,7 +66,7 @@ def score(
             skipped.append(0)
         elif words:
             if len(words) != 4:
-                raise UsageError(f"{path}, line {number}: {len(words)} words, not four", "Write: a b c d")
+                raise DataError(f"{path}, line {number}: {len(words)} words, not four", "Write: a b c d")
             if not titles:
                 titles, skipped = [""], [0]
             for word in words:
@@ -78,7 +78,7 @@ def score(
             else:
                 skipped[-1] += 1
     if not questions and not any(skipped):
-        raise UsageError(f"{path}: holds no questions", "Write lines of four words: a b c d")
+        raise DataError(f"{path}: holds no questions", "Write lines of four words: a b c d")
     asked, correct = [0] * len(titles), [0] * len(titles)
     bad = set(rows.unusable().tolist())
     for start in range(0, len(questions), 64):

@@ -46,7 +46,7 @@ class TokenizerError(LlmcliError):
 
 
 class DataError(LlmcliError):
-    """Training or evaluation text is missing, unreadable or too short."""
+    """A text, or a file of tokens or numbers, is missing, unreadable, too short or not what it should hold."""
 
 
 class TrainingError(LlmcliError):

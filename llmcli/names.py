@@ -105,7 +105,7 @@ class Names:
             also = f"; the tokenizer's size is {self._spellings.size}" if self.known else ""
             raise TokenizerError(
                 f"token id {bad} has no row in the model: its vocab_size is {self.rows}{also}",
-                "Use the tokenizer the model was trained with.",
+                f"Rows are #0 to #{self.rows - 1}; a word's come from the tokenizer the model was trained with.",
             )
 
     def token(self, id: int) -> Token:

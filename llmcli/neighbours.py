@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from llmcli.errors import TokenizerError, UsageError
+from llmcli.errors import DataError, TokenizerError, UsageError, unreadable
 from llmcli.matrix import Side
 from llmcli.names import Names, Token
 from llmcli.probe import Floats, Hit, Ids, Metric, Product, Rows, Spread
@@ -122,19 +122,22 @@ def mean_query(names: Names, queries: Sequence[Query]) -> Query:
 
 
 def vector_queries(path: Path, width: int) -> list[Query]:
-    """The vectors in a file: .npy, or JSON with one list of numbers or a list of such lists. Raises UsageError."""
+    """The vectors in a file: .npy, or JSON with one list of numbers or a list of such lists.
+
+    Raises UsageError for a path that is no file's, DataError for what it holds.
+    """
     try:
         values = np.load(path, allow_pickle=False) if path.suffix == ".npy" else np.asarray(json.loads(_read(path)))
         values = np.atleast_2d(values.astype(np.float64, casting="safe" if values.dtype.kind in "biuf" else "no"))
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror or error})", "Check the path.") from None
+        raise unreadable(path, error, DataError) from None
     except (ValueError, TypeError, RecursionError):
-        raise UsageError(
+        raise DataError(
             f"{path}: not a vector of numbers", "Give a .npy file, or JSON: [0.1, -0.2, ...] or a list of such lists."
         ) from None
     if values.ndim != 2 or values.shape[1] != width or not len(values):
         shape = " x ".join(map(str, values.shape))
-        raise UsageError(f"{path}: holds {shape} numbers, a row has {width}", f"Give vectors of {width} numbers.")
+        raise DataError(f"{path}: holds {shape} numbers, a row has {width}", f"Give vectors of {width} numbers.")
     names = [path.name] if len(values) == 1 else [f"{path.name}[{n}]" for n in range(len(values))]
     return [Query(Token(name, None), given=tuple(row)) for name, row in zip(names, values.tolist(), strict=True)]
 
@@ -260,7 +263,7 @@ def read_among(path: Path, names: Names) -> tuple[Ids, list[str]]:
         except TokenizerError:
             unknown.append(line)
     if not ids:
-        raise UsageError(f"{path}: none of its {len(unknown)} lines is a token", "Give one token a line.")
+        raise DataError(f"{path}: none of its {len(unknown)} lines is a token", "Give one token a line.")
     return np.asarray(ids, np.intp), unknown
 
 
@@ -272,18 +275,18 @@ def _read(path: Path) -> bytes:
     with path.open("rb") as file:
         raw = file.read(MOST_BYTES + 1)
     if len(raw) > MOST_BYTES:
-        raise UsageError(f"{path}: more than {MOST_BYTES:,} bytes", "Give a shorter file.")
+        raise DataError(f"{path}: more than {MOST_BYTES:,} bytes", "Give a shorter file.")
     return raw
 
 
 def lines(path: Path) -> list[str]:
-    """The lines of a text file in UTF-8. Raises UsageError for one that is not, and for one over `MOST_BYTES`."""
+    """The lines of a text file in UTF-8. Raises UsageError as `unreadable` does, DataError for one that is not text."""
     try:
         raw = _read(path)
         return raw.decode("utf-8-sig").replace("\r\n", "\n").split("\n")
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror or error})", "Check the path.") from None
+        raise unreadable(path, error, DataError) from None
     except UnicodeDecodeError as error:
-        raise UsageError(
+        raise DataError(
             f"{path}: not UTF-8 text (byte {raw[error.start]:#04x} at offset {error.start})", "Save it as UTF-8."
         ) from None
