@@ -93,9 +93,6 @@ class LayerCache:
         return grown
 
 
-Cache = LayerCache
-
-
 def new_cache(config: ModelConfig, padding: Sequence[int] | None = None) -> list[LayerCache]:
     """An empty cache for a model: one object a layer. `padding`: the empty positions in front of each row."""
     empty = torch.tensor(padding) if padding is not None and any(padding) else None

@@ -310,12 +310,6 @@ def _unwrapped(value: Any, path: Path) -> tuple[dict[str, Tensor], list[str]]:
     return found, beside
 
 
-def to_hf(config: ModelConfig, weights: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Hugging Face's tensors of a model by name: ours renamed, transposed, put together where theirs are fused."""
-    for name, parts in _fused(config):
-        yield name, _put_together(parts, weights)
-
-
 def _fused(config: ModelConfig, head_copy: bool = False) -> list[tuple[str, list[families.Tensor]]]:
     """Every tensor of Hugging Face's with those of ours that it is made of."""
     family = families.get(config.family)
@@ -329,7 +323,7 @@ def _fused(config: ModelConfig, head_copy: bool = False) -> list[tuple[str, list
 
 
 def order(config: ModelConfig) -> list[str]:
-    """Our tensors in the order in which `save` and `to_hf` ask for them."""
+    """Our tensors in the order in which `save` asks for them."""
     return [part.name for _, parts in _fused(config) for part in parts]
 
 
@@ -357,8 +351,8 @@ def save(
     beside it, flushed to the disk, and renamed. A tied output is stored once, or with `head_copy` a second time under
     the output's name. `extra_config` goes into config.json (token ids); `extra_files` is called with the folder being
     written (tokenizer, training state); `on_bytes` with the size of each tensor written. `weights` gives our tensors,
-    in the order of `to_hf`, where the model does not hold them whole (shards). One tensor at a time is held beside the
-    model. Raises CheckpointError when the disk refuses or something else than a checkpoint is there.
+    asked for as `order` has them, where the model does not hold them whole (shards). One tensor at a time is held
+    beside the model. Raises CheckpointError when the disk refuses or something else than a checkpoint is there.
     """
     weights = weights or model.state_dict().__getitem__
     wanted = dtype_of(dtype) if dtype is not None else model.token_embeddings.weight.dtype

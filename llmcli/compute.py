@@ -8,6 +8,7 @@ itself, without changing it, and a run keeps the way it began with: another woul
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Generator
 from typing import Literal, cast
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from llmcli.config import TrainConfig
 from llmcli.events import Progress
+from llmcli.layers import Block, Experts
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Inputs and targets, (B, T) each, to the summed loss."""
@@ -148,8 +150,8 @@ def compiling_pays(objective: nn.Module, seconds: float, precision: str) -> bool
 
     Experts do not compile: which tokens they get, and so how many, differs in every step.
     """
-    layers = sum(type(module).__name__.endswith("Block") for module in objective.modules())
-    sparse = any(type(module).__name__ == "Experts" for module in objective.modules())
+    layers = sum(isinstance(module, Block) for module in objective.modules())
+    sparse = any(isinstance(module, Experts) for module in objective.modules())
     return not sparse and seconds * SPEEDUP[precision] > 2 * (10 + 3 * layers)
 
 
@@ -175,3 +177,26 @@ def bf16_is_faster(device: torch.device, rows: int, sizes: tuple[int, int]) -> b
             torch.mm(x, weight)
             best[dtype] = min(best[dtype], time.perf_counter() - begin)
     return best[torch.float32] > 1.5 * best[torch.bfloat16]
+
+
+def matmul_peak(device: torch.device, precision: str) -> float:
+    """Operations a second of a square matrix product on this device, the best of a few."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    size = 768 if device.type == "cpu" else 4096  # a hundredth of a second, and enough to be near the best
+    a, seconds = torch.ones(size, size, device=device, dtype=dtype), math.inf
+    for _ in range(3):
+        began = time.perf_counter()
+        float((a @ a)[0, 0])
+        seconds = min(seconds, time.perf_counter() - began)
+    return 2 * size**3 / seconds
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes held so far: of the GPU, or of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -28,7 +28,7 @@ REPAIR = "Correct config.json, or get the checkpoint's own again."
 # What only a private type may hold, written under the key "llmcli".
 _PRIVATE_KEYS = ("scale_embeddings", "bias", "head_bias", "head_size", "hidden_dim")
 
-# Any value but these asks for a computation that no family here has.
+# Any value but these asks for a computation that a family which does not read the key lacks.
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),

@@ -23,16 +23,16 @@ from torch import Tensor
 
 from llmcli import probe
 from llmcli import tokenizer as tokenizers
-from llmcli.cache import Cache, new_cache
+from llmcli.cache import LayerCache, new_cache
 from llmcli.config import ModelConfig
 from llmcli.errors import LlmcliError, UsageError
 from llmcli.generate import Sampling, choose, distribution, require_finite, rows_without_token
+from llmcli.mapping import EMBEDDING, HEAD
 from llmcli.matrix import find_matrix
 from llmcli.model import Decoder
 from llmcli.sketch import POSITIVE, farthest, sketch
 from llmcli.tokenizer import Tokenizer
 from llmcli.trace import (
-    EMBEDDINGS,
     KINDS,
     POSITION,
     SEEN,
@@ -48,7 +48,7 @@ from llmcli.trace import (
 )
 
 DEFAULT_PROMPT = "Once upon a time"
-HEAD, POSITIONS = "output_projection.weight", "position_embeddings.weight"
+POSITIONS = "position_embeddings.weight"
 
 
 def half_of_memory() -> int:
@@ -211,7 +211,7 @@ class Text:
         self.id = secrets.token_urlsafe(9)
         self.prompt = prompt
         self.ids: list[int] = []
-        self.cache: list[Cache] = []
+        self.cache: list[LayerCache] = []
         self.passes: list[Pass] = []
         self.chosen: list[Chosen | None] = []
         self.memory = 0
@@ -239,10 +239,8 @@ class Lab:
         self._path = path
         self._nodes = graph(model)
         parameters = dict(model.named_parameters())
-        self.matrices = {
-            name: parameters[name].detach() for name in (EMBEDDINGS, POSITIONS, HEAD) if name in parameters
-        }
-        self.head_name = EMBEDDINGS if model.output_projection is None else HEAD
+        self.matrices = {name: parameters[name].detach() for name in (EMBEDDING, POSITIONS, HEAD) if name in parameters}
+        self.head_name = EMBEDDING if model.output_projection is None else HEAD
         self.state = next(node.inputs[0] for node in self._nodes if node.name == "logits")
         self._texts: OrderedDict[str, Text] = OrderedDict()
         self._empty = None if tokenizer is None else rows_without_token(model, tokenizer)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmcli.cache import Cache
+from llmcli.cache import LayerCache
 from llmcli.config import ModelConfig, RopeScaling
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ class Attention(nn.Module):
         self.grouped = config.num_kv_heads != config.num_heads
         self.dropout = config.dropout
 
-    def forward(self, x: Tensor, ropes: Mapping[str, Rope], cache: Cache | None) -> Tensor:
+    def forward(self, x: Tensor, ropes: Mapping[str, Rope], cache: LayerCache | None) -> Tensor:
         batch, length, _ = x.shape
         q, k, v = self.q(x), self.k(x), self.v(x)
         if self.q_norm is not None and self.k_norm is not None:
@@ -363,7 +363,7 @@ class Block(nn.Module):
         self.feed_forward_post_norm = feed_forward_post_norm
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, ropes: Mapping[str, Rope], cache: Cache | None) -> Tensor:
+    def forward(self, x: Tensor, ropes: Mapping[str, Rope], cache: LayerCache | None) -> Tensor:
         mixed = self.attention(_normed(x, self.attention_norm), ropes, cache)
         x = x + self.dropout(_normed(mixed, self.attention_post_norm))
         fed = self.feed_forward(_normed(x, self.feed_forward_norm))
@@ -377,6 +377,6 @@ def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:
 class NormAfterSumBlock(Block):
     """GPT-1's block: norm(x + attention(x)), then norm(x + feed_forward(x)); the norms stand behind the sums."""
 
-    def forward(self, x: Tensor, ropes: Mapping[str, Rope], cache: Cache | None) -> Tensor:
+    def forward(self, x: Tensor, ropes: Mapping[str, Rope], cache: LayerCache | None) -> Tensor:
         x = _normed(x + self.dropout(self.attention(x, ropes, cache)), self.attention_norm)
         return _normed(x + self.dropout(self.feed_forward(x)), self.feed_forward_norm)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from llmcli import families, params
-from llmcli.cache import Cache
+from llmcli.cache import LayerCache
 from llmcli.config import ModelConfig
 from llmcli.errors import UsageError
 from llmcli.layers import RMSNorm, Rotary, TokenEmbeddings, norm_of, softcap
@@ -55,7 +55,7 @@ class Decoder(nn.Module):
             else nn.Linear(config.embed_dim, config.vocab_size, bool(config.head_bias))
         )
 
-    def forward(self, ids: Tensor, cache: Sequence[Cache] | None = None) -> Tensor:
+    def forward(self, ids: Tensor, cache: Sequence[LayerCache] | None = None) -> Tensor:
         """Logits (B, T, V) of ids (B, T); with a cache, ids are the positions that follow those it has seen.
 
         Raises UsageError for what is no (B, T) of ids, an id outside the vocabulary, or a position past the last
@@ -67,7 +67,7 @@ class Decoder(nn.Module):
         self.check_ids(ids)
         return self.scores(self.hidden(ids, cache))
 
-    def hidden(self, ids: Tensor, cache: Sequence[Cache] | None = None) -> Tensor:
+    def hidden(self, ids: Tensor, cache: Sequence[LayerCache] | None = None) -> Tensor:
         """The states that the output scores, (B, T, d): after the last block and the final norm."""
         x = self.token_embeddings(ids)
         positions = self._positions(ids, cache)
@@ -108,7 +108,7 @@ class Decoder(nn.Module):
                 "Use a shorter text.",
             )
 
-    def _positions(self, ids: Tensor, cache: Sequence[Cache] | None) -> Tensor:
+    def _positions(self, ids: Tensor, cache: Sequence[LayerCache] | None) -> Tensor:
         """Where the new ids stand: (T,), or (B, 1, T) where rows begin at different places."""
         start = cache[0].length if cache else 0
         end = start + ids.shape[1]

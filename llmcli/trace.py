@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmcli.cache import Cache
+from llmcli.cache import LayerCache
 from llmcli.errors import LlmcliError, UsageError
 from llmcli.layers import (
     ACTIVATIONS,
@@ -134,7 +134,7 @@ def stage(name: str, tensor: Tensor) -> Stage:
 
 
 @torch.no_grad()
-def record(model: Decoder, ids: Sequence[int], cache: Sequence[Cache] | None = None) -> Pass:
+def record(model: Decoder, ids: Sequence[int], cache: Sequence[LayerCache] | None = None) -> Pass:
     """Run ids (n,) through a model in eval mode and record every stage; with a cache they continue what it has seen.
 
     The logits are those of an untraced pass, bit for bit. Raises UsageError for what the model itself refuses, and
@@ -280,9 +280,6 @@ class Node(msgspec.Struct, frozen=True):
     inputs: tuple[str, ...]
     how: str
     weights: tuple[str, ...] = ()
-
-
-EMBEDDINGS = "token_embeddings.weight"
 
 
 def graph(model: Decoder) -> list[Node]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -142,7 +141,7 @@ def dry_run(recipe: Recipe, *, init_from: Path | None = None, steps: int = 2) ->
             tokens_per_second=run.step_tokens / each,
             seconds=each * config.max_steps + evaluations,
             epochs=config.max_steps * run.sequences / batches.windows(len(text.train), run.context),
-            memory=peak_memory(run.device),
+            memory=compute.peak_memory(run.device),
             computed_memory=memory.total_chunked,
             checkpoint_bytes=3 * 4 * count,  # weights and two moments in float32
         )
@@ -248,7 +247,7 @@ class Run:
         self.prepared, notes = yield from compute.prepare(self.objective, config, self.device, batch, rounds, known)
         self.notes += notes
         self.state = msgspec.structs.replace(self.state, way=self.prepared.way)
-        self.peak = matmul_peak(self.device, self.prepared.way.precision)
+        self.peak = compute.matmul_peak(self.device, self.prepared.way.precision)
 
     def update(self, step: int) -> tuple[float, float, float]:
         """One step: the mean loss, the gradient's norm before clipping, the learning rate.
@@ -291,7 +290,7 @@ class Run:
     def evaluate(self, step: int, windows: int | None = None) -> Eval:
         """The loss on the validation text: on all of it, or always on the same windows of it."""
         # Again, for what else the machine did may have slowed the first measurement.
-        self.peak = max(self.peak, matmul_peak(self.device, self.prepared.way.precision))
+        self.peak = max(self.peak, compute.matmul_peak(self.device, self.prepared.way.precision))
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64)  # loss and tokens
         size, count = self.config.batch_size, self.processes.count
@@ -398,7 +397,7 @@ class Run:
             tokens=state.tokens,
             tokens_per_second=speed,
             mfu=speed * self.flops / self.peak,
-            memory=peak_memory(self.device),
+            memory=compute.peak_memory(self.device),
         )
 
     def over(self, state: State) -> str | None:
@@ -552,29 +551,6 @@ def make_optimizer(model: Decoder, config: TrainConfig) -> tuple[torch.optim.Ada
 def seed_of(*numbers: int) -> int:
     """One seed for torch's generator from several numbers."""
     return batches.mixed(*numbers) & (2**63 - 1)
-
-
-def matmul_peak(device: torch.device, precision: str) -> float:
-    """Operations a second of a square matrix product on this device, the best of a few."""
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    size = 768 if device.type == "cpu" else 4096  # a hundredth of a second, and enough to be near the best
-    a, seconds = torch.ones(size, size, device=device, dtype=dtype), math.inf
-    for _ in range(3):
-        began = time.perf_counter()
-        float((a @ a)[0, 0])
-        seconds = min(seconds, time.perf_counter() - began)
-    return 2 * size**3 / seconds
-
-
-def peak_memory(device: torch.device) -> int:
-    """The most bytes held so far: of the GPU, or of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def fill(model: Decoder, path: Path, by: Tokenizer) -> None:

@@ -89,7 +89,8 @@ def _find_files(path: Path) -> Files:
             for p in path.iterdir()
             if (found := re.fullmatch(rf"{stem}-\d{{5}}-of-(\d{{5}})\.{ending}", p.name))
         }
-        for count in sorted(set(numbered.values())):
+        if numbered:
+            count = min(numbered.values())
             wanted = {f"{stem}-{n:05d}-of-{count:05d}.{ending}" for n in range(1, count + 1)}
             return Files(_shards(path, path, wanted), None, ("the shards have no index",))
     for pattern, meaning in _OTHERS.items():

@@ -252,8 +252,17 @@ def test_json_has_these_keys_and_more_where_asked(folder: Path, capsys: pytest.C
     options = ["--by-token", "--context-curve", "--stride", "4", "--context", "8"]
     assert cli.run(["evaluate", str(folder), str(folder), str(text), "--json", *options]) == 0
     first, second = json.loads(capsys.readouterr().out)
-    assert first == second
-    assert list(first) == ["tokens", "loss", "perplexity", "bits_per_byte", "stride", "by_token", "context_curve"]
+    assert first == second and first["checkpoint"] == str(folder)
+    assert list(first) == [
+        "checkpoint",
+        "tokens",
+        "loss",
+        "perplexity",
+        "bits_per_byte",
+        "stride",
+        "by_token",
+        "context_curve",
+    ]
     assert len(first["by_token"]) == first["tokens"]
     assert list(first["by_token"][0]) == ["id", "token", "loss", "document", "line", "column"]
     assert list(first["context_curve"][0]) == ["start", "end", "tokens", "loss"]

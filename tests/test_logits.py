@@ -10,7 +10,7 @@ import hf
 import pytest
 import torch
 
-from llmcli import checkpoint, cli, evaluate
+from llmcli import checkpoint, cli, predictions
 from llmcli import tokenizer as tokens
 from llmcli.config import ModelConfig
 from llmcli.errors import TokenizerError, UsageError
@@ -36,10 +36,10 @@ def wild(family: str = "llama", **changes: object) -> Decoder:
 def test_each_position_has_its_best_candidates_and_the_rank_of_what_follows(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluate, "LOGITS", rows)
+    monkeypatch.setattr(predictions, "LOGITS", rows)
     model = wild()
     logits = model(torch.tensor([TEXT]))[0].double()
-    found = list(evaluate.predictions(model, BYTES, TEXT, 4))
+    found = list(predictions.predict(model, BYTES, TEXT, 4))
     assert [p.position for p in found] == list(range(len(TEXT)))
     assert [p.id for p in found] == TEXT
     for p in found:
@@ -54,11 +54,11 @@ def test_each_position_has_its_best_candidates_and_the_rank_of_what_follows(
             place = row.argsort(descending=True).tolist().index(p.next.id)
             assert p.next.rank == place + 1
     assert found[-1].next is None
-    assert len(next(evaluate.predictions(model, BYTES, TEXT, 1000)).top) == 300
+    assert len(next(predictions.predict(model, BYTES, TEXT, 1000)).top) == 300
 
 
 def test_rows_without_a_token_are_named_by_their_number() -> None:
-    names = {guess.token for p in evaluate.predictions(wild(), BYTES, TEXT, 300) for guess in p.top}
+    names = {guess.token for p in predictions.predict(wild(), BYTES, TEXT, 300) for guess in p.top}
     assert {f"<row {id}>" for id in range(257, 300)} <= names
 
 
@@ -77,7 +77,7 @@ def test_a_logit_is_its_parts(family: str, changes: dict[str, object]) -> None:
     logits = model(torch.tensor([TEXT]))[0]
     hidden = model.hidden(torch.tensor([TEXT]))[0].double()
     for position, candidate in ((3, 5), (-1, 120)):
-        why = evaluate.why(model, BYTES, TEXT, candidate, position)
+        why = predictions.why(model, BYTES, TEXT, candidate, position)
         assert why.position == position % len(TEXT)
         assert why.dot == pytest.approx(why.state_norm * why.row_norm * why.cosine, rel=1e-9)
         assert why.state_norm == pytest.approx(float(hidden[position].norm()), rel=1e-6)
@@ -93,11 +93,11 @@ def test_a_logit_is_its_parts(family: str, changes: dict[str, object]) -> None:
 def test_what_is_not_there_is_refused() -> None:
     model = wild()
     with pytest.raises(UsageError, match="no token"):
-        list(evaluate.predictions(model, BYTES, [], 3))
+        list(predictions.predict(model, BYTES, [], 3))
     with pytest.raises(UsageError, match="position 11"):
-        evaluate.why(model, BYTES, TEXT, 5, 11)
+        predictions.why(model, BYTES, TEXT, 5, 11)
     with pytest.raises(TokenizerError, match="300"):
-        evaluate.why(model, BYTES, TEXT, 300)
+        predictions.why(model, BYTES, TEXT, 300)
 
 
 @pytest.fixture
@@ -179,5 +179,5 @@ def test_every_family_is_taken_apart(tmp_path: Path) -> None:
     for family in hf.FAMILIES:
         hf.make(family, tmp_path / family)
         model = checkpoint.load(tmp_path / family)[0]
-        why = evaluate.why(model, BYTES, [1, 2, 3], 7)
+        why = predictions.why(model, BYTES, [1, 2, 3], 7)
         assert model(torch.tensor([[1, 2, 3]]))[0, -1, 7].item() == pytest.approx(why.logit, rel=1e-4, abs=1e-5)

@@ -122,7 +122,8 @@ def run(
         reports.append(Report(checkpoint, found, tokens, evaluate.bins(found) if context_curve else None))
     if as_json:
         results = [_json(report) for report in reports]
-        output.emit_json(results[0] if len(results) == 1 else results)
+        named = [{"checkpoint": report.checkpoint} | result for report, result in zip(reports, results, strict=True)]
+        output.emit_json(results[0] if len(results) == 1 else named)
     else:
         output.emit(reports, view, as_json=False)
 

@@ -28,7 +28,7 @@ from llmcli.commands import (
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from llmcli.evaluate import Guess, Prediction, Why
+    from llmcli.predictions import Guess, Prediction, Why
     from llmcli.tokenizer import Tokenizer
 
 GROUP = "Ask a model"
@@ -72,7 +72,7 @@ def run(
     Example: llmcli logits runs/glasslm/best "Once upon a" --why " time"
     """
     one_text("logits", text, ids)
-    from llmcli import evaluate
+    from llmcli import predictions
     from llmcli.errors import UsageError
     from llmcli.targets import find_checkpoint
 
@@ -84,11 +84,11 @@ def run(
         raise UsageError(f"--position {position}: the text has {len(read)} tokens", f"Choose from 0 to {most}.")
     candidates = [_candidate(coder, word) for word in why or ()]
     model = open_model(str(path), tie, keep, dtype, device=device)[0]
-    found = list(evaluate.predictions(model, coder, read, top_k))
+    found = list(predictions.predict(model, coder, read, top_k))
     place = -1 if position is None else position
     report = Report(
         found if position is None else [found[position]],
-        [evaluate.why(model, coder, read, candidate, place) for candidate in candidates],
+        [predictions.why(model, coder, read, candidate, place) for candidate in candidates],
     )
     output.emit(report, view, as_json)
 
