@@ -226,7 +226,9 @@ def test_a_share_that_is_there_is_never_nothing(share: float, text: str) -> None
     assert count_params.percent(share) == text
 
 
-@pytest.mark.parametrize(("share", "text"), [(0, ""), (0.5, "██████"), (0.51, "██████▏"), (1, "█" * 12)])
+@pytest.mark.parametrize(
+    ("share", "text"), [(0, ""), (0.5, "██████"), (0.495, "██████"), (0.51, "██████▏"), (1, "█" * 12)]
+)
 def test_a_bar_is_as_long_as_its_share(share: float, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert output.bar(share) == text
 

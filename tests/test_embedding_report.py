@@ -104,6 +104,9 @@ def test_the_rank_of_a_large_matrix_is_taken_of_a_sample(tmp_path: Path, monkeyp
     found = report(tmp_path, draw(500, 8))
     assert found.rank.rows == 32
     assert found.rank.effective == pytest.approx(8, abs=0.5)
+    values = draw(500, 8)
+    values[:100] *= np.eye(8)[0]  # the first rows have one direction: a sample of them alone would say so of all
+    assert report(tmp_path, values).rank.effective > 6
 
 
 def test_anisotropy_goes_away_with_the_mean(tmp_path: Path) -> None:
@@ -155,6 +158,33 @@ def test_rows_that_keep_one_norm_are_found_as_under_trained(tmp_path: Path) -> N
     assert found.alike is None and found.shared_norm is not None
     assert found.shared_norm.norm == pytest.approx(2.0, rel=embeddings.SHARED)
     assert set(range(400, 480)) <= set(found.ids) and len(found.ids) < 100
+
+
+def test_a_crowd_of_one_norm_has_at_least_eight_rows() -> None:
+    others = np.geomspace(1, 1e6, 30)  # each 60 % longer than the last
+    for count in (7, 10):
+        norms = np.concatenate([others, np.full(count, 523.0)])
+        shared, members = embeddings.shared_norm(norms)
+        assert members.tolist() == list(range(30, 30 + count))
+        assert (shared.rows if shared else None) == (10 if count == 10 else None)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_rows_that_point_the_same_way_are_at_least_three(tmp_path: Path, count: int) -> None:
+    values = draw(200, 16)
+    values[50 : 50 + count] = np.linspace(0.8, 1.3, count)[:, None] * values[50]
+    alike = report(tmp_path, values).under_trained.alike
+    assert (alike.rows if alike else None) == (3 if count == 3 else None)
+
+
+def test_rows_of_one_fingerprint_are_compared_before_they_are_duplicates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        embeddings._Survey, "prints", property(lambda self: np.zeros(6), lambda self, value: None), False
+    )
+    values = np.array([[3, 4], [4, 3], [3, 4], [5, 0], [1, 1], [2, 1]])  # four of norm 5
+    assert report(tmp_path, values).duplicates == ()
 
 
 def test_rows_that_decayed_are_found_as_under_trained(tmp_path: Path) -> None:

@@ -352,6 +352,37 @@ def test_of_two_matrices_a_row_that_one_lacks_is_refused(tmp_path: Path, capsys:
         assert said(capsys, folder, word, "--matrix", "both")[0] == code
 
 
+def test_a_vector_given_is_centred_as_the_rows_are(words: Path, tmp_path: Path, run: Run) -> None:
+    values = vectors().astype(np.float64)
+    mean = values.mean(0)
+    given = 3 * mean + 0.2 * values[3]
+    np.save(tmp_path / "v.npy", given)
+    wanted = ranking(plain(values - mean, given - mean))
+    assert ids(run(words, "--vector", tmp_path / "v.npy", "--center", "-k", 15)) == wanted
+    assert wanted != ranking(plain(values - mean, given)), "it makes a difference"
+
+
+def test_a_token_that_is_spelled_like_a_number_of_no_row_is_a_token(
+    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write(tmp_path / "m", {NAME: vectors(3)})
+    vocabulary(folder, ["<unk>", "#-1", "#+2"])
+    assert run(folder, "#-1")["query"] == {"token": "#-1", "id": 1}
+    assert run(folder, "#2")["query"] == {"token": "#+2", "id": 2}, "a number of a row is one, whatever is spelled"
+    code, _, err = said(capsys, folder, "#-2")
+    assert code == 1 and "there is no such row" in err and "#0 to #2" in err
+
+
+def test_a_damaged_tokenizer_is_said_to_be_and_rows_do_not_go_by_number_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("sentencepiece")
+    folder = write(tmp_path / "m", {NAME: vectors(3)})
+    (folder / "tokenizer.model").write_bytes(b"\xff\xff not a model")
+    code, out, err = said(capsys, folder, "#1")
+    assert code == 1 and not out and "tokenizer.model: damaged" in err and "by number" not in err
+
+
 def test_a_distance_is_headed_as_one(words: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for metric, heading in (("l2", "distance"), ("dot", "dot"), ("cosine", "cosine")):
         _, out, _ = said(capsys, words, "king", "-k", 1, "--metric", metric)

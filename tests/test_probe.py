@@ -344,6 +344,13 @@ def test_random_pairs_are_those_of_the_rows(tmp_path: Path) -> None:
     assert probe.Rows(matrix(tmp_path / "one", values[:1])).random_pairs().pairs == 0
 
 
+def test_rows_that_are_the_same_are_no_distance_apart_in_random_pairs(tmp_path: Path) -> None:
+    values = np.repeat(random(40, 33) * 7, 2, axis=0)
+    apart = probe.Rows(matrix(tmp_path, values)).pairs("l2")
+    wanted = np.linalg.norm(values[:, None].astype(np.float64) - values, axis=2)[np.triu_indices(80, 1)]
+    np.testing.assert_allclose(apart, wanted, rtol=1e-6, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
 def test_the_file_is_not_changed_and_rows_are_read_only(tmp_path: Path, dtype: str) -> None:
     found = matrix(tmp_path, random(100, 8), dtype)

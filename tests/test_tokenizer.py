@@ -418,6 +418,14 @@ def test_several_tokens_are_refused_with_their_pieces_and_the_form_with_a_space(
     assert f"' queen' is one token: 'Ġqueen' (id {kinds['bpe'].id('Ġqueen')})" in refused.value.hint
 
 
+def test_of_many_pieces_the_first_twenty_are_shown() -> None:
+    for count, end in ((3, "'a' (id 97)"), (20, "'a' (id 97)"), (21, "'a' (id 97), ...")):
+        with pytest.raises(TokenizerError) as refused:
+            module.bytes_tokenizer().one_token("a" * count)
+        assert f"is {count} tokens" in refused.value.message
+        assert refused.value.message.count("(id 97)") == min(count, 20) and refused.value.message.endswith(end)
+
+
 def test_the_form_with_a_space_was_tried_and_what_it_is_is_said(kinds: dict[str, Tokenizer]) -> None:
     for text, other in (("zzqz", " zzqz"), (" zzqz", "zzqz")):
         with pytest.raises(TokenizerError) as refused:

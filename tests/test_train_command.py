@@ -402,7 +402,11 @@ def test_a_terminal_sees_the_state_of_the_run(capsys: pytest.CaptureFixture[str]
     for part in ("30 of 100", "30%", "2:20 left", "2.5000", "3.5000", "best 3.2500 at step 20", "1.234 k tokens/s"):
         assert part in text, part
     assert "Once upon ·[31m a time" in text  # no sample drives the terminal
-    screen(events.Done(step=30, reason="x", tokens=1, best_loss=None, best_step=None, seconds=1.0, out="o"))
+    screen(
+        events.Done(
+            step=30, reason="x", tokens=1, best_loss=None, best_step=None, seconds=1.0, seconds_in_all=1.0, out="o"
+        )
+    )
     assert shown().strip() == ""
 
 
@@ -414,6 +418,7 @@ def test_a_sparkline_falls_from_high_to_low() -> None:
         patch.setattr(output.sys, "stdout", Utf8)
         assert output.sparkline([4.0, 3.0, 2.0, 1.0], 4) == "█▆▃▁"
         assert output.sparkline([8, 8, 1, 1], 2) == "█▁"
+        assert output.sparkline([4, 0, 3, 3, 0, 0], 3) == "▆█▁", "each the mean of its two"
         assert output.sparkline([5.0], 9) == "▁" and output.sparkline([], 9) == ""
         Utf8.encoding = "ascii"
         assert output.sparkline([2.0, 1.0], 2) == "@_"
@@ -591,6 +596,23 @@ def test_the_corpus_that_python_carries_is_named() -> None:
     assert followers.read_from(events.Source(1, 2, 10, 12)) == "1 file, 12 B in 2 documents"
 
 
+@pytest.mark.parametrize(("reason", "goes_on"), [("finished", False), ("time limit", True), ("SIGTERM", True)])
+def test_a_run_that_was_stopped_says_how_to_go_on(reason: str, goes_on: bool) -> None:
+    done: Any = dict.fromkeys(events.Done.__struct_fields__, 1.0)
+    lines = followers.lines_of(events.Done(**done | {"step": 3, "reason": reason, "best_loss": None, "out": "o"}))
+    assert lines[0] == f"{reason} at step 3 after 1.0 s: o"
+    assert lines[1:] == (["to go on: the same command with --resume --out o"] if goes_on else [])
+
+
+def test_the_time_that_is_left_follows_the_steps_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = followers.Screen()
+    screen.began, screen.first = 100.0, 50  # a run that goes on at step 50
+    monkeypatch.setattr(time, "monotonic", lambda: 140.0)
+    assert screen.time_left(50, 100) == ""
+    assert screen.time_left(60, 100) == "2:40 left", "four seconds a step, forty steps"
+    assert screen.time_left(60, 2060) == "2:13:20 left"
+
+
 def test_a_run_that_is_finished_has_nothing_left_to_do_and_says_so(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -599,9 +621,10 @@ def test_a_run_that_is_finished_has_nothing_left_to_do_and_says_so(
     capsys.readouterr()
     assert run("--resume", "--out", out) == 0
     assert "nothing is left to do: finished at step 2; --set train.max_steps=N trains on" in capsys.readouterr().out
-    assert run("--resume", "--out", out, "--set", "train.max_steps=3") == 0
+    assert run("--resume", "--out", out, "--set", "train.max_steps=3", "--shuffle", "random") == 0
     shown = capsys.readouterr().out
     assert "nothing is left" not in shown
+    assert "data.shuffle was windows, is now random" in shown
     assert "train.max_steps was 2, is now 3" in shown
     assert "schedule moved: it ends at step 3 instead of 2" in shown
 
