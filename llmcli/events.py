@@ -96,7 +96,10 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, tag="sample", tag_field=
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done", tag_field="event"):
-    """Why and where the run ended. `seconds` are this process's, `best_step` is None when nothing was evaluated."""
+    """Why and where the run ended. `best_step` is None when nothing was evaluated.
+
+    `seconds` are this process's, `seconds_in_all` those of the processes that it went on from too.
+    """
 
     step: int
     reason: str
@@ -104,6 +107,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done", tag_field="eve
     best_loss: float | None
     best_step: int | None
     seconds: float
+    seconds_in_all: float
     out: str
 
 

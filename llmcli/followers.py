@@ -34,7 +34,7 @@ def shown(as_json: bool) -> Iterator[Callable[[Event], None]]:
         yield lambda event: None
     elif as_json:
         yield as_json_line
-    elif not sys.stdout.isatty():
+    elif not sys.stdout.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):  # where nothing is drawn anew
         yield lambda event: output.write("".join(f"{line}\n" for line in lines_of(event)))
     else:
         from rich.live import Live
@@ -86,7 +86,9 @@ def lines_of(event: Event) -> list[str]:
             return [f"step {event.step}  sample {event.prompt + event.text!r}"]
         case events.Done():
             best = "" if event.best_loss is None else f", best val loss {event.best_loss:.4f} at step {event.best_step}"
-            line = f"{event.reason} at step {event.step} after {event.seconds:.1f} s{best}: {event.out}"
+            resumed = event.seconds_in_all - event.seconds > 0.05
+            took = f"{event.seconds:.1f} s{f' ({event.seconds_in_all:.1f} s in all)' if resumed else ''}"
+            line = f"{event.reason} at step {event.step} after {took}{best}: {event.out}"
             if event.reason.startswith("SIG") or event.reason == "time limit":
                 return [line, f"to go on: the same command with --resume --out {event.out}"]
             return [line]

@@ -26,13 +26,17 @@ METRICS = "metrics.jsonl"
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a run stands, as written beside the weights. `stale` counts evaluations since the best one."""
+    """Where a run stands, as written beside the weights. `stale` counts evaluations since the best one.
+
+    `seconds` is how long it took to come here, in all processes one after the other.
+    """
 
     step: int = 0
     tokens: int = 0
     best_loss: float | None = None
     best_step: int | None = None
     stale: int = 0
+    seconds: float = 0.0
     sequences: int
     data: str
     tokenizer: str

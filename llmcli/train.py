@@ -61,6 +61,7 @@ def train(
     step: a reason ends the run, saved. Raises a subclass of LlmcliError for everything that cannot be.
     """
     with joined(recipe.train.device) as processes, claimed(out, resume, processes):
+        require_room(recipe, processes)
         with processes.in_turn(processes.local == 0):  # the first process of a machine tokenises, the others find it
             text = yield from data.prepare(recipe.data, recipe.model.vocab_size, out / "cache")
         # Nothing here keeps the run: what holds on to other processes must be gone before their connections are.
@@ -84,7 +85,7 @@ def loop(run: Run, stop: Callable[[], str | None]) -> Iterator[Event]:
                     yield told(run.save(state, "best"))
                 reason = reason or run.processes.agree(run.over(state), REASONS)
             if reason or step % (config.save_every or config.eval_every) == 0:
-                yield told(run.save(state, "last"))
+                yield told(run.save(msgspec.structs.replace(state, seconds=run.seconds_in_all()), "last"))
             if config.sample_every and step % config.sample_every == 0:
                 yield told(run.sample(step))
         if reason:
@@ -97,13 +98,15 @@ def loop(run: Run, stop: Callable[[], str | None]) -> Iterator[Event]:
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run will take; `start` is how it would begin.
+    """What a run will take from where it stands; `start` is how it would begin, or go on.
 
-    `memory` is the most that was held in a few steps, `computed_memory` follows from sizes.
+    `seconds` and `epochs` are of the `steps` that are left and their evaluations. `memory` is the most that was held in
+    a few steps, `computed_memory` follows from sizes.
     """
 
     start: Start
     parameters: int
+    steps: int
     seconds_per_step: float
     tokens_per_second: float
     seconds: float
@@ -113,34 +116,42 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_bytes: int
 
 
-def dry_run(recipe: Recipe, *, init_from: Path | None = None, steps: int = 2) -> Estimate:
-    """A run's time and memory, from a few steps and one batch of evaluation; nothing but the cache is written."""
+def dry_run(recipe: Recipe, *, resume: Path | None = None, init_from: Path | None = None, steps: int = 2) -> Estimate:
+    """A run's time and memory, from a few steps and one batch of evaluation; nothing but the cache is written.
+
+    `resume` is the folder of a run that would be gone on with: what is left of it is estimated.
+    """
     with joined(recipe.train.device) as processes, tempfile.TemporaryDirectory() as folder:
+        require_room(recipe, processes)
         text = data.finished(data.prepare(recipe.data, recipe.model.vocab_size, Path(folder)))
-        run = Run(recipe, Path(folder), text, processes, False, init_from)
+        run = Run(recipe, resume or Path(folder), text, processes, resume is not None, init_from, writes=False)
         for _ in run.settle():
             pass
         config, size = run.config, run.config.batch_size * processes.count
+        first = run.state.step
         for step in range(1 + steps):
             if step == 1:  # the first step also sets things up
                 run.spent = 0.0
-            run.update(step)
+            run.update(first + step)
         each = run.spent / steps
         began = time.perf_counter()
         run.evaluate(0, size)
         windows = -(-(len(text.validation) - 1) // run.context)
         rounds = -(-min(windows, config.eval_batches * run.sequences or windows) // size)
-        evaluations = (time.perf_counter() - began) * rounds * max(1, -(-config.max_steps // config.eval_every))
+        left = max(0, config.max_steps - first)
+        times = -(-config.max_steps // config.eval_every) - first // config.eval_every if left else int(first == 0)
+        evaluations = (time.perf_counter() - began) * rounds * times
         model, batch = run.recipe.model, config.batch_size
         memory = costs.training_memory(model, dtype="float32", context=run.context, batch=batch)
         count = params.count(model).total
         return Estimate(
             start=run.start(),
             parameters=count,
+            steps=left,
             seconds_per_step=each,
             tokens_per_second=run.step_tokens / each,
-            seconds=each * config.max_steps + evaluations,
-            epochs=config.max_steps * run.sequences / batches.windows(len(text.train), run.context),
+            seconds=each * left + evaluations,
+            epochs=left * run.sequences / batches.windows(len(text.train), run.context),
             memory=compute.peak_memory(run.device),
             computed_memory=memory.total_chunked,
             checkpoint_bytes=3 * 4 * count,  # weights and two moments in float32
@@ -187,7 +198,14 @@ class Run:
     """All that a step needs: model, optimiser and data, at the place where the run stands."""
 
     def __init__(
-        self, recipe: Recipe, out: Path, text: Data, processes: Processes, resume: bool, init_from: Path | None
+        self,
+        recipe: Recipe,
+        out: Path,
+        text: Data,
+        processes: Processes,
+        resume: bool,
+        init_from: Path | None,
+        writes: bool = True,
     ) -> None:
         self.began = time.monotonic()
         self.processes, self.device = processes, processes.device
@@ -196,6 +214,7 @@ class Run:
         self.recipe = recipe = fitted(recipe, text.tokenizer, self.notes)
         self.config, self.context = recipe.train, cast(int, recipe.train.context)
         data.check_length(text, self.context)
+        require_room(recipe, processes, settled=True)
         self.opening = opening(recipe, text) if self.config.sample_every else []
         self.out, self.text = out, text
         self.state = State(
@@ -230,7 +249,7 @@ class Run:
             read_moments(source / MOMENTS, self.model, self.optimizer)
         self.flops = costs.flops(recipe.model, context=self.context).training
         self.spent, self.since = 0.0, 0  # seconds and tokens of training since the last report
-        if processes.first:
+        if processes.first and writes:
             clean_metrics(out / METRICS, self.state.step if source else -1)
 
     def settle(self) -> Iterator[Event]:
@@ -419,8 +438,13 @@ class Run:
             best_loss=state.best_loss,
             best_step=state.best_step,
             seconds=time.monotonic() - self.began,
+            seconds_in_all=self.seconds_in_all(),
             out=printable(self.out),
         )
+
+    def seconds_in_all(self) -> float:
+        """How long the run has taken, with what it took before it was gone on with."""
+        return self.state.seconds + time.monotonic() - self.began
 
     def told(self, event: Event) -> Event:
         """The event, written to metrics.jsonl as well."""
@@ -483,6 +507,40 @@ def fitted(recipe: Recipe, by: Tokenizer, notes: list[str]) -> Recipe:
         )
     changed = msgspec.structs.replace(recipe.train, context=context)
     return msgspec.structs.replace(recipe, model=config, data=text, train=changed)
+
+
+MOST_TOKENS = 1_000_000_000
+"""The most tokens of one step: some fifty times as many as in the largest public runs."""
+
+
+def require_room(recipe: Recipe, processes: Processes, settled: bool = False) -> None:
+    """Refuse sizes that no step can have, before there is work. Raises ConfigError.
+
+    Until it is `settled`, a vocabulary that the text has yet to decide counts as the smallest there is.
+    """
+    config, model = recipe.train, families.complete(recipe.model)
+    context = config.context or min(model.max_position_embeddings, 1024)
+    if (tokens := config.batch_size * config.accumulation * context * processes.count) > MOST_TOKENS:
+        raise ConfigError(
+            f"a step of {tokens:,} tokens: more than {MOST_TOKENS:,}",
+            f"Take a smaller train.batch_size (now {config.batch_size:,}), train.accumulation (now "
+            f"{config.accumulation:,}) or train.context (now {context:,}).",
+        )
+    if not settled and recipe.data.tokenizer in ("bpe", "char", "byte"):
+        model = msgspec.structs.replace(model, vocab_size=min(model.vocab_size, 257))
+    shared = processes.count if config.strategy == "fsdp" else 1
+    memory = memory_of(processes.device) * shared
+    costs.require_room(model, context=context, batch=config.batch_size, memory=memory)
+
+
+def memory_of(device: torch.device) -> int:
+    """All the memory that a device has, in bytes; where it does not say, more than there is anywhere."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # Windows
+        return 1 << 60
 
 
 def opening(recipe: Recipe, text: Data) -> list[int]:

@@ -881,6 +881,72 @@ def test_a_dry_run_estimates_and_leaves_nothing(text: Path, tmp_path: Path, monk
     assert estimate.checkpoint_bytes == 12 * estimate.parameters
 
 
+def test_a_dry_run_of_a_run_that_goes_on_estimates_what_is_left(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run(recipe(text, max_steps=4, eval_every=4, batch_size=2), out)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    made = recipe(text, max_steps=10, eval_every=4, batch_size=2)
+    estimate = train.dry_run(made, resume=out)
+    assert (estimate.start.step, estimate.steps) == (4, 6)
+    whole = train.dry_run(made)
+    assert (whole.start.step, whole.steps) == (0, 10)
+    assert estimate.epochs == pytest.approx(0.6 * whole.epochs)
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    done = train.dry_run(recipe(text, max_steps=4, eval_every=4, batch_size=2), resume=out)
+    assert (done.steps, done.seconds, done.epochs) == (0, 0, 0)
+    with pytest.raises(TrainingError, match="another text"):  # as going on would be refused
+        other = tmp_path / "other.txt"
+        other.write_text(TEXT[::-1])
+        train.dry_run(recipe(other, max_steps=10, batch_size=2), resume=out)
+
+
+def test_a_run_that_goes_on_tells_its_own_time_and_that_of_all_its_processes(text: Path, tmp_path: Path) -> None:
+    (first,) = of(run(recipe(text, max_steps=2), tmp_path / "run"), Done)
+    assert first.seconds_in_all == pytest.approx(first.seconds, abs=0.05)
+    kept = run_folder.read_state(tmp_path / "run" / "last").seconds
+    assert 0 < kept <= first.seconds_in_all
+    (second,) = of(run(recipe(text, max_steps=4), tmp_path / "run", resume=True), Done)
+    assert second.seconds_in_all == pytest.approx(kept + second.seconds, abs=0.05)
+    assert run_folder.read_state(tmp_path / "run" / "last").seconds > kept
+
+
+@pytest.mark.parametrize(
+    ("changes", "model", "said"),
+    [
+        ({"batch_size": 10**8}, {}, r"a step of 1,600,000,000 tokens"),
+        ({"batch_size": 2, "accumulation": 10**8}, {}, r"a step of 3,200,000,000 tokens"),
+        ({"batch_size": 10**7}, {}, r"training would take some [\d,]+ GB"),
+        ({}, {"embed_dim": 10**7}, r"training would take some [\d,]+ GB"),
+        ({}, {"num_layers": 10_000, "embed_dim": 8192}, r"training would take some [\d,]+ GB"),
+    ],
+)
+def test_sizes_that_no_step_can_have_are_refused_before_there_is_work(
+    changes: dict[str, Any],
+    model: dict[str, Any],
+    said: str,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("llmcli.data.prepare", None)  # not even the text is read
+    made = recipe(text, {**MODEL, **model}, **changes)
+    with pytest.raises(ConfigError, match=said):
+        run(made, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ConfigError, match=said):
+        train.dry_run(made)
+
+
+def test_rows_for_which_the_text_has_no_tokens_are_not_counted_but_those_of_a_tokenizer_are(
+    text: Path, tmp_path: Path
+) -> None:
+    made = recipe(text, {**MODEL, "vocab_size": 10**8}, max_steps=1)  # the text makes them 257
+    assert of(run(made, tmp_path / "run"), Done)
+    given = recipe(text, {**MODEL, "vocab_size": 10**8}, str(tmp_path / "run" / "last"), max_steps=1)
+    with pytest.raises(ConfigError, match="training would take"):
+        run(given, tmp_path / "other")
+
+
 def test_a_reader_who_stops_listening_frees_the_folder(text: Path, tmp_path: Path) -> None:
     events: Iterator[Event] = train.train(recipe(text), tmp_path / "run")
     for event in events:

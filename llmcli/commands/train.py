@@ -17,7 +17,7 @@ import typer
 from llmcli import completion, output
 from llmcli.commands import OUTPUT
 from llmcli.config import Recipe as RecipeStruct
-from llmcli.errors import UsageError
+from llmcli.errors import ConfigError, UsageError
 from llmcli.followers import followers_of, kept_up, leads, lines_of, shown
 from llmcli.output import emit, quantity, size, warn
 
@@ -151,7 +151,7 @@ def run(
     from llmcli import train
 
     if dry_run:
-        estimate = train.dry_run(made.recipe, init_from=source)
+        estimate = train.dry_run(made.recipe, resume=folder if resume else None, init_from=source)
         if leads():
             emit(estimate, view_estimate, as_json)
         return 0
@@ -233,7 +233,23 @@ def put_together(
     for name, (section, key, value) in options.items():
         if value is not None:
             layers.append((name, {section: {key: value}}))
-    return config.layered(*layers, ("--set", config.with_settings({}, settings)))
+    made = config.layered(*layers, ("--set", config.with_settings({}, settings)))
+    if settings:
+        _refuse_changes(layers, made)
+    return made
+
+
+def _refuse_changes(layers: list[tuple[str, dict[str, Any]]], made: Layered) -> None:
+    """Raise UsageError where a model is possible without what --set makes of it, and impossible with it."""
+    from llmcli import config, families
+
+    try:
+        families.complete(made.recipe.model)
+    except ConfigError as error:
+        with suppress(ConfigError):
+            families.complete(config.layered(*layers).recipe.model)
+            raise UsageError(f"--set: {error.message}", error.hint) from None
+        raise
 
 
 def _plan(init_from: Path) -> Plan:
@@ -358,8 +374,10 @@ def view_estimate(estimate: Estimate) -> RenderableType:
     minutes = estimate.seconds / 60
     rows = output.facts()
     rows.add_row("a step", f"{estimate.seconds_per_step:.3f} s, {quantity(round(estimate.tokens_per_second))} tokens/s")
-    rows.add_row("all steps and evaluations", f"{minutes:.1f} min" if minutes < 120 else f"{minutes / 60:.1f} h")
-    rows.add_row("epochs", f"{estimate.epochs:.2f}")
+    step, steps = estimate.start.step, estimate.start.max_steps
+    what = f"the {estimate.steps:,} of {steps:,} steps left, and evaluations" if step else "all steps and evaluations"
+    rows.add_row(what, f"{minutes:.1f} min" if minutes < 120 else f"{minutes / 60:.1f} h")
+    rows.add_row("epochs left" if step else "epochs", f"{estimate.epochs:.2f}")
     rows.add_row("memory, measured", size(estimate.memory))
     rows.add_row("memory, weights to logits", size(estimate.computed_memory))
     rows.add_row("a checkpoint with its state", size(estimate.checkpoint_bytes))
