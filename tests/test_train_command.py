@@ -791,3 +791,52 @@ def test_a_run_is_not_begun_where_another_was_meant(
         said = capsys.readouterr().err
         assert f"{checkpoint}: a checkpoint, not the folder of a run" in said and f"--out {run}." in said
     assert sorted(path.name for path in checkpoint.iterdir()) == ["config.json"]
+
+
+def test_a_dry_run_of_a_run_that_goes_on_says_what_is_left(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert run(recipe, "--out", out, "--set", "train.max_steps=2") == 0
+    capsys.readouterr()
+    assert run("--resume", "--out", out, "--dry-run", "--set", "train.max_steps=6") == 0
+    shown = capsys.readouterr().out
+    assert "the 4 of 6 steps left, and evaluations" in shown and "epochs left" in shown
+    assert run(recipe, "--out", out, "--dry-run", "--set", "train.max_steps=6") == 0
+    assert "all steps and evaluations" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("setting", "code", "said"),
+    [
+        ("model.num_heads=3", 2, "--set: "),
+        ("model.family=nothing", 2, "--set: unknown family 'nothing'"),
+        ("train.seed=2", 0, ""),
+    ],
+)
+def test_a_model_that_a_setting_makes_impossible_is_usage(
+    setting: str, code: int, said: str, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(recipe, "--print-config", "--set", setting) == code
+    assert capsys.readouterr().err.startswith(f"error: {said}" if said else "")
+    bad = tmp_path / "bad.toml"
+    bad.write_text(recipe.read_text().replace("num_heads = ", "num_heads = 3 # "))
+    assert run(bad, "--print-config", "--set", "train.seed=2") == 1  # the file's fault, whatever is set besides
+    assert "--set" not in capsys.readouterr().err
+
+
+def test_on_a_terminal_on_which_nothing_is_drawn_anew_a_run_is_lines(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "dumb")
+    assert run(recipe, "--out", tmp_path / "run", "--set", "train.max_steps=2") == 0
+    out = capsys.readouterr().out
+    assert "step 1  loss" in out and "finished at step 2" in out and "\x1b" not in out
+
+
+def test_a_run_that_went_on_tells_its_own_time_and_all_of_it() -> None:
+    done = events.Done(
+        step=3, reason="finished", tokens=9, best_loss=None, best_step=None, seconds=1, seconds_in_all=61, out="o"
+    )
+    assert followers.lines_of(done) == ["finished at step 3 after 1.0 s (61.0 s in all): o"]
