@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import io
 import json
 import os
 import pty
@@ -28,6 +29,39 @@ def llmcli(*arguments: str | Path, **environment: str) -> subprocess.CompletedPr
         env={**os.environ, **environment},
         timeout=120,
     )
+
+
+def test_what_is_not_unicode_is_spelled_out_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    output.emit_json({"a\udcff": ["caf\udce9", {"b": ("\udc80", 1)}, "é"]})
+    assert json.loads(capsys.readouterr().out) == {"a\\udcff": ["caf\\udce9", {"b": ["\\udc80", 1]}, "é"]}
+
+
+def test_where_a_table_does_not_fit_its_rows_are_blocks_with_a_line_between() -> None:
+    from rich.console import Console
+
+    def shown(width: int) -> list[str]:
+        made = output.table()
+        made.add_column("name", no_wrap=True)
+        made.add_column("empty")
+        made.add_column("number", justify="right")
+        for name, number in (("the first of them", "1,000,000"), ("the second", "2")):
+            made.add_row(name, "", number)
+        console = Console(width=width, record=True, file=io.StringIO())
+        console.print(output.Fit(made))
+        return [line.rstrip() for line in console.export_text().splitlines()]
+
+    assert [line.split() for line in shown(60)] == [
+        ["name", "empty", "number"],
+        ["the", "first", "of", "them", "1,000,000"],
+        ["the", "second", "2"],
+    ]
+    assert shown(26) == [
+        "name    the first of them",
+        "number  1,000,000",
+        "",
+        "name    the second",
+        "number  2",
+    ]
 
 
 def test_help_names_every_file_in_commands() -> None:

@@ -262,6 +262,19 @@ def test_sketches_are_small_and_bounded_whatever_the_stage(kind: str, opened: La
             assert values.max() == 127
 
 
+def test_a_sketch_of_many_rows_has_the_first_and_the_last() -> None:
+    tensor = torch.zeros(100, 3)
+    tensor[0], tensor[-1] = 1, -1
+    (rows,) = sketch.sketch("embed", tensor)
+    assert len(rows) == sketch.SKETCH_ROWS
+    assert [row[0] > 0 for row in rows] == [True] + [False] * 11
+    assert [row[0] < 0 for row in rows] == [False] * 11 + [True]
+
+
+def test_the_numbers_of_experts_are_drawn_on_the_scale_of_the_largest() -> None:
+    assert sketch.sketch("blocks.0.experts", torch.tensor([[0, 3], [2, 1]])) == [[[0, 127], [85, 42]]]
+
+
 def test_a_sketch_survives_zeros_and_what_is_not_a_number() -> None:
     assert np.array(sketch.sketch("embed", torch.zeros(3, 4))).max() == 0
     assert np.array(sketch.sketch("embed", torch.full((3, 4), float("nan")))).shape == (1, 3, 4)
@@ -460,6 +473,20 @@ def test_a_large_recording_is_rounded_and_a_larger_one_refused(opened: Labs, mon
         page.as_html(one, text.id)
 
 
+def test_of_a_large_vocabulary_the_page_spells_the_texts_tokens_and_the_candidates(
+    opened: Labs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page, "MOST_TOKENS", 1)
+    monkeypatch.setattr(page, "TOP", 1)
+    one = opened("tied")
+    text = one.start(labs.PROMPT)
+    html, _ = page.as_html(one, text.id)
+    recording = json.loads(re.search(r'id="recording">(.*?)</script>', html)[1])  # type: ignore[index]
+    read, candidates = set(one.text(text.id).ids), set(recording["candidates"])
+    assert read - candidates, "a token that is no candidate"
+    assert set(map(int, recording["tokens"])) == read | candidates
+
+
 def test_a_large_matrix_leaves_the_rows_of_the_candidates_in_the_page(
     opened: Labs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -483,6 +510,22 @@ def test_a_large_matrix_leaves_the_rows_of_the_candidates_in_the_page(
 def served(opened: Labs) -> Any:
     with labs.serving(opened("untied")) as url:
         yield url
+
+
+def test_the_best_tokens_come_with_what_the_sampling_asked_for_makes_of_them(served: str) -> None:
+    text = labs.ask(served, "/api/texts", {"prompt": labs.PROMPT})[1]
+
+    def drawn(options: str) -> list[float]:
+        asked = f"/api/texts/{text['id']}/passes/0/top?position=0&count=100&temperature=1{options}"
+        return [candidate["drawn"] for candidate in labs.ask(served, asked)[1]]
+
+    whole = np.array(drawn(""))
+    reach = 1 + int((np.cumsum(whole) < 0.3).sum())  # as few as hold three tenths
+    assert 1 < reach < len(whole) - 3
+    for options, kept in (("&top_k=3", 3), ("&top_p=0.3", reach)):
+        found = np.array(drawn(options))
+        np.testing.assert_allclose(found[:kept], whole[:kept] / whole[:kept].sum(), rtol=1e-5)
+        assert (found[kept:] == 0).all()
 
 
 def test_the_server_says_what_the_lab_says(served: str, opened: Labs) -> None:
@@ -787,6 +830,14 @@ def test_a_port_that_is_taken_is_said_before_the_model_is_read(
             assert other.getsockname()[1] not in (0, port)
     assert cli.run(["lab", str(folders["tied"]), "--host", "no.such.host.invalid", "--no-browser"]) == 2
     assert cli.run(["lab", "/nowhere", "--port", "0", "--no-browser"]) == 2
+
+
+def test_port_zero_is_any_and_not_the_usual_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        usual = free.getsockname()[1]
+    monkeypatch.setattr(server, "PORT", usual)  # free again: who may choose takes it
+    with server.listen("127.0.0.1", 0) as listening:
+        assert listening.getsockname()[1] != usual
 
 
 def test_the_command_opens_the_browser_and_warns_of_other_hosts(

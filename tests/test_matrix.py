@@ -109,6 +109,24 @@ def test_an_untied_checkpoint_without_an_output_is_refused_for_the_output_only(t
     assert "--matrix output" in refused.value.hint and "'lm_head.weight'" in refused.value.hint
 
 
+@pytest.mark.parametrize(
+    ("name", "side", "said"),
+    [
+        (NAME, "input", None),
+        (NAME, "output", f"no output matrix in the file: '{NAME}' is taken to serve as both"),
+        ("lm_head.weight", "input", "no embedding in the file: the output matrix 'lm_head.weight' serves as both"),
+        ("lm_head.weight", "output", None),
+    ],
+)
+def test_without_a_config_the_one_matrix_there_is_serves_as_both_and_a_note_says_so(
+    tmp_path: Path, name: str, side: str, said: str | None
+) -> None:
+    write(tmp_path, {name: random(9, 4)})
+    found = find_matrix(tmp_path, side)  # type: ignore[arg-type]
+    assert found.info.name == name and found.side == side and not found.tied
+    assert "by its name alone" in found.notes[0] and found.notes[1:] == ((said,) if said else ())
+
+
 def test_what_is_no_matrix_of_numbers_is_refused(tmp_path: Path) -> None:
     write(tmp_path, {NAME: random(9, 4)[0]})
     with pytest.raises(CheckpointError, match="not a matrix"):

@@ -362,6 +362,16 @@ def test_a_vector_given_is_centred_as_the_rows_are(words: Path, tmp_path: Path, 
     assert wanted != ranking(plain(values - mean, given)), "it makes a difference"
 
 
+@pytest.mark.parametrize("length", [1e-20, 1e20])
+def test_a_vector_given_has_a_direction_however_short_or_long_it_is(
+    words: Path, tmp_path: Path, run: Run, length: float
+) -> None:
+    direction = np.arange(-3.0, 5)
+    np.save(tmp_path / "v.npy", direction * length)
+    answer = run(words, "--vector", tmp_path / "v.npy", "-k", 15)
+    assert ids(answer) == ranking(plain(vectors(), direction))
+
+
 def test_a_token_that_is_spelled_like_a_number_of_no_row_is_a_token(
     tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -62,6 +62,8 @@ def test_presets_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> N
     assert cli.run(["presets", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert {preset["name"] for preset in listed} == config.presets().keys()
+    places = [(preset["family"], preset["total"]) for preset in listed]
+    assert places == sorted(places), "a family together, the smallest first"
     mixtral = next(preset for preset in listed if preset["name"] == "mixtral-8x7b")
     assert (mixtral["total"], mixtral["active"]) == (46_702_792_704, 12_879_925_248)
     assert cli.run(["presets"]) == 0

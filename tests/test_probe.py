@@ -214,6 +214,16 @@ def test_centred_answers_are_those_of_the_rows_less_their_mean(tmp_path: Path, d
         check(rows, values, 9, 8, metric)
 
 
+def test_centred_answers_are_exact_where_the_mean_is_far_longer_than_what_is_left(
+    tmp_path: Path, small_steps: None
+) -> None:
+    found = matrix(tmp_path, random(3000, 8) + 2000, "F64")  # float32 is off by 1e-4 of what is left
+    values = as_read(found) - as_read(found).mean(0)
+    rows = probe.Rows(found, center=True)
+    for query in range(40):
+        check(rows, values, query, 8)
+
+
 SMALL = st.integers(-40, 40)
 
 

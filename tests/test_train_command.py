@@ -747,6 +747,16 @@ def test_train_tokenizer_gives_the_same_file_for_the_same_text(
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
+def test_no_token_reaches_from_one_document_into_the_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "docs.jsonl").write_text('{"text": "xy"}\n' * 50)
+    (tmp_path / "one.txt").write_text("xy" * 50)
+    for name, joined in (("docs.jsonl", False), ("one.txt", True)):
+        arguments = ["train-tokenizer", str(tmp_path / name), "--out", str(tmp_path / "made"), "--vocab-size", "260"]
+        assert cli.run(arguments) == 0
+        vocabulary = json.loads((tmp_path / "made" / "tokenizer.json").read_text())["model"]["vocab"]
+        assert "xy" in vocabulary and ("xyxy" in vocabulary) == joined
+
+
 def test_train_tokenizer_says_when_the_text_gives_fewer_tokens_than_were_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
