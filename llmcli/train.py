@@ -139,7 +139,7 @@ def dry_run(recipe: Recipe, *, resume: Path | None = None, init_from: Path | Non
         windows = -(-(len(text.validation) - 1) // run.context)
         rounds = -(-min(windows, config.eval_batches * run.sequences or windows) // size)
         left = max(0, config.max_steps - first)
-        times = -(-config.max_steps // config.eval_every) - first // config.eval_every if left else int(first == 0)
+        times = evaluations_left(config, first)
         evaluations = (time.perf_counter() - began) * rounds * times
         model, batch = run.recipe.model, config.batch_size
         memory = costs.training_memory(model, dtype="float32", context=run.context, batch=batch)
@@ -156,6 +156,13 @@ def dry_run(recipe: Recipe, *, resume: Path | None = None, init_from: Path | Non
             computed_memory=memory.total_chunked,
             checkpoint_bytes=3 * 4 * count,  # weights and two moments in float32
         )
+
+
+def evaluations_left(config: TrainConfig, step: int) -> int:
+    """How often a run that stands at a step is still evaluated: at multiples of `eval_every`, and at the end."""
+    if step >= config.max_steps:
+        return int(step == 0)  # of no steps at all the start is judged
+    return -(-config.max_steps // config.eval_every) - step // config.eval_every
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

@@ -900,6 +900,15 @@ def test_a_dry_run_of_a_run_that_goes_on_estimates_what_is_left(text: Path, tmp_
         train.dry_run(recipe(other, max_steps=10, batch_size=2), resume=out)
 
 
+@pytest.mark.parametrize("step", [0, 3, 4, 7, 10])
+def test_the_evaluations_that_are_left_are_those_that_come(step: int, text: Path, tmp_path: Path) -> None:
+    if step:
+        run(recipe(text, max_steps=step, eval_every=4), tmp_path / "run")
+    made = recipe(text, max_steps=10, eval_every=4)
+    found = of(run(made, tmp_path / "run", resume=step > 0), Eval)
+    assert len(found) == train.evaluations_left(made.train, step)
+
+
 def test_a_run_that_goes_on_tells_its_own_time_and_that_of_all_its_processes(text: Path, tmp_path: Path) -> None:
     (first,) = of(run(recipe(text, max_steps=2), tmp_path / "run"), Done)
     assert first.seconds_in_all == pytest.approx(first.seconds, abs=0.05)
