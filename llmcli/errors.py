@@ -9,7 +9,7 @@ be read or written.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 
@@ -93,3 +93,8 @@ def clip(text: str, most: int = 200) -> str:
     """Text that a file holds, fit for a message: on one line, and not endless."""
     shown = text if text.isprintable() else ascii(text)[1:-1]
     return shown if len(shown) <= most else f"{shown[:most]}…"
+
+
+def dimensions(shape: Sequence[int]) -> str:
+    """A tensor's shape as it stands everywhere, in messages too: 32000 x 4096."""
+    return " x ".join(map(str, shape)) or "scalar"

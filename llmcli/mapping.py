@@ -13,7 +13,7 @@ import msgspec
 
 from llmcli import families, tensors, weight_files
 from llmcli.config import ModelConfig
-from llmcli.errors import CheckpointError, listing
+from llmcli.errors import CheckpointError, dimensions, listing
 from llmcli.hf_config import HfConfig
 from llmcli.tensors import ReadRows, TensorInfo
 from llmcli.tying import Evidence, Request, Side, Tie, decide
@@ -124,7 +124,7 @@ def match(infos: Mapping[str, TensorInfo], config: ModelConfig, where: str, wrap
         if info.shape == shape:
             sources[name] = Source(tensor, info, tensor.transposed and not linear)
         elif not (apart and name in (EMBEDDING, HEAD)):
-            misshapen.append(f"{info.name} is {_shape(info.shape)}, the config makes it {_shape(shape)}")
+            misshapen.append(f"{info.name} is {dimensions(info.shape)}, the config makes it {dimensions(shape)}")
     missing = [tensor.hf_name for name, tensor in wanted.items() if name not in found and name not in (EMBEDDING, HEAD)]
     used = {canonical(info.name) for _, info in found.values()}
     ignorable = _patterns(family.ignorable)
@@ -310,7 +310,3 @@ def ranges(numbers: Iterable[int]) -> str:
             runs.append([n, n])
     text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
     return text if len(numbers) == 1 else f"{{{text}}}"
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return " x ".join(str(n) for n in shape)

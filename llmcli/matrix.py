@@ -9,7 +9,7 @@ import msgspec
 
 from llmcli import families, targets, weight_files
 from llmcli.config import ModelConfig
-from llmcli.errors import CheckpointError, ConfigError, listing
+from llmcli.errors import CheckpointError, ConfigError, dimensions, listing
 from llmcli.mapping import EMBEDDING, HEAD, canonical
 from llmcli.tensors import TensorInfo
 
@@ -83,9 +83,9 @@ def find_matrix(path: Path, side: Side = "input") -> Matrix:
             )
         raise CheckpointError(f"{path}: no {kind} matrix among its {len(checkpoint.infos)} tensors{why}", hint)
     if len(found.shape) != 2 or found.dtype not in ("F64", "F32", "F16", "BF16"):
-        shape = " x ".join(map(str, found.shape))
         raise CheckpointError(
-            f"{found.file}: tensor '{found.name}' is {found.dtype} of shape {shape}, not a matrix of numbers",
+            f"{found.file}: tensor '{found.name}' is {found.dtype} of shape {dimensions(found.shape)}, "
+            "not a matrix of numbers",
             "Quantised checkpoints are not read; get the original one.",
         )
     if config is not None and found.shape[1] != config.embed_dim:

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from llmcli.errors import DataError, TokenizerError, UsageError, unreadable
+from llmcli.errors import DataError, TokenizerError, UsageError, dimensions, unreadable
 from llmcli.matrix import Side
 from llmcli.names import Names, Token
 from llmcli.probe import Floats, Hit, Ids, Metric, Product, Rows, Spread
@@ -136,8 +136,9 @@ def vector_queries(path: Path, width: int) -> list[Query]:
             f"{path}: not a vector of numbers", "Give a .npy file, or JSON: [0.1, -0.2, ...] or a list of such lists."
         ) from None
     if values.ndim != 2 or values.shape[1] != width or not len(values):
-        shape = " x ".join(map(str, values.shape))
-        raise DataError(f"{path}: holds {shape} numbers, a row has {width}", f"Give vectors of {width} numbers.")
+        raise DataError(
+            f"{path}: holds {dimensions(values.shape)} numbers, a row has {width}", f"Give vectors of {width} numbers."
+        )
     names = [path.name] if len(values) == 1 else [f"{path.name}[{n}]" for n in range(len(values))]
     return [Query(Token(name, None), given=tuple(row)) for name, row in zip(names, values.tolist(), strict=True)]
 

@@ -1,4 +1,4 @@
-"""The only file that prints: results to stdout (a table or JSON), everything else to stderr."""
+"""How everything is printed: results to stdout (a table or JSON), all else to stderr. All that prints asks here."""
 
 from __future__ import annotations
 
@@ -146,11 +146,6 @@ def facts() -> Table:
     made.add_column(style="bold", no_wrap=True)
     made.add_column(overflow="fold")
     return made
-
-
-def shape(sizes: Sequence[int]) -> str:
-    """A tensor's shape as it stands everywhere, in messages too: 32000 x 4096."""
-    return " x ".join(map(str, sizes)) or "scalar"
 
 
 def quantity(number: float) -> str:

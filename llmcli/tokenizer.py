@@ -395,7 +395,7 @@ def load(path: str | Path) -> Tokenizer:
         looked = "tokenizer.json, vocab.json with merges.txt, or tokenizer.model"
         raise TokenizerError(
             f"{path}: no tokenizer there (looked for {looked})",
-            "Give the folder that holds one. generate, logits and trace take --ids 1,2,3 for text.",
+            "Give the folder that holds one. (generate, logits and trace can do without: --ids 1,2,3 for text.)",
         )
     config = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
     if name in ("vocab.json", "merges.txt"):

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from llmcli.errors import CheckpointError, UsageError
+from llmcli.errors import CheckpointError, UsageError, dimensions
 
 Decision = Literal["tie", "untie"]
 Request = Literal["auto", "tie", "untie"]
@@ -61,7 +61,7 @@ def decide(evidence: Evidence, request: Request = "auto", keep: Side | None = No
         raise CheckpointError("neither an embedding nor an output matrix in the file", "The checkpoint is incomplete.")
     if e.embedding and e.head and e.embedding != e.head:
         raise CheckpointError(
-            f"the embedding has shape {_shape(e.embedding)} and the output matrix {_shape(e.head)}",
+            f"the embedding has shape {dimensions(e.embedding)} and the output matrix {dimensions(e.head)}",
             "One side was resized without the other; resize both to the same number of rows and save again.",
         )
     if request == "tie":
@@ -144,7 +144,3 @@ def _tie(reason: str, said: str, *, tied: bool, source: Side = "input", warning:
 
 def _difference(e: Evidence) -> str:
     return "not compared" if e.max_difference is None else f"max difference {e.max_difference:.3g}"
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return " x ".join(str(n) for n in shape)

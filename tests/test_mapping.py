@@ -228,6 +228,13 @@ def test_an_expert_too_few_is_named_in_either_layout(cases: dict[str, Case], tmp
 # What does not fit is named, all of it
 
 
+def test_a_number_where_a_vector_belongs_is_called_a_scalar(cases: dict[str, Case], tmp_path: Path) -> None:
+    values = dict(cases["llama"].tensors)
+    values["model.norm.weight"] = torch.tensor(1.0)
+    error = refusal(cases["llama"].write(tmp_path, values))
+    assert "misshapen (1): model.norm.weight is scalar, the config makes it 16" in error.message
+
+
 def test_everything_that_does_not_fit_is_said_at_once(cases: dict[str, Case], tmp_path: Path) -> None:
     values = dict(cases["llama"].tensors)
     del values["model.layers.0.mlp.up_proj.weight"], values["model.layers.1.mlp.up_proj.weight"]

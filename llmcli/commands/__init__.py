@@ -136,20 +136,30 @@ def choose_sampling(**options: Any) -> Sampling:
         ) from None
 
 
-def open_tokenizer(path: Path, needed: bool) -> Tokenizer | None:
-    """A checkpoint's tokenizer; None, with a note, where there is none that can be read and it is not needed."""
+def open_tokenizer(path: Path) -> Tokenizer:
+    """A checkpoint's tokenizer. Raises TokenizerError where there is none that can be read, and CheckpointError where
+    there are no weights either: what is no checkpoint is said to be none."""
     from llmcli import tensors, tokenizer, weight_files
+    from llmcli.errors import TokenizerError
+
+    try:
+        return tokenizer.load(path)
+    except TokenizerError:
+        for file in weight_files.find_files(path).paths:
+            if file.suffix not in weight_files.PICKLES:
+                tensors.read_header(file)
+        raise
+
+
+def tokenizer_if_any(path: Path) -> Tokenizer | None:
+    """A checkpoint's tokenizer; None, with a note, where there is none that can be read."""
+    from llmcli import tokenizer
     from llmcli.errors import TokenizerError
     from llmcli.output import note
 
     try:
         return tokenizer.load(path)
     except TokenizerError as error:
-        if needed:
-            for file in weight_files.find_files(path).paths:  # what holds no weights is no checkpoint, and said so
-                if file.suffix not in weight_files.PICKLES:
-                    tensors.read_header(file)
-            raise
         note(f"{error.message}; tokens are shown as ids")
         return None
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -13,7 +12,8 @@ import typer
 
 from llmcli import completion
 from llmcli.commands import OUTPUT, AsJson, Offline, Revision
-from llmcli.output import Fitting, bar, emit, emit_json, note, quantity, shape, size, table, warn
+from llmcli.errors import dimensions
+from llmcli.output import Fitting, bar, emit, emit_json, note, quantity, size, table, warn
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -303,7 +303,7 @@ def lines_view(result: Result) -> RenderableType:
     lines = merged(result.lines or [])
 
     def each(line: Line, times: int) -> str:
-        one = shape(line.shape) if line.shape is not None else ""
+        one = dimensions(line.shape) if line.shape is not None else ""
         return f"{times} × {one or f'{line.parameters:,}'}" if times > 1 else one
 
     def full(bars: int) -> Table:
@@ -332,6 +332,8 @@ def lines_view(result: Result) -> RenderableType:
 
 def merged(lines: list[Line]) -> list[tuple[str, Line, int]]:
     """(name, one of them, how many) for lines that differ only in their numbers: `layers 0-11`, `blocks.{0-11}.…`."""
+    from llmcli.mapping import ranges
+
     groups: dict[tuple[str, int, tuple[int, ...] | None], list[Line]] = {}
     for line in lines:
         groups.setdefault((re.sub(r"\d+", "#", line.name), line.parameters, line.shape), []).append(line)
@@ -339,17 +341,11 @@ def merged(lines: list[Line]) -> list[tuple[str, Line, int]]:
     for (pattern, _, _), same in groups.items():
         pieces = pattern.split("#")
         numbers = zip(*(map(int, re.findall(r"\d+", line.name)) for line in same), strict=True)
-        name = pieces[0] + "".join(ranges(column) + piece for column, piece in zip(numbers, pieces[1:], strict=True))
+        name = pieces[0] + "".join(
+            ranges(set(column)) + piece for column, piece in zip(numbers, pieces[1:], strict=True)
+        )
         result.append((name, same[0], len(same)))
     return result
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Numbers as runs: 3, {0-11}, {0,2,4}."""
-    distinct = sorted(set(numbers))
-    runs = [list(run) for _, run in groupby(distinct, key=lambda n: n - distinct.index(n))]
-    text = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
-    return text if len(distinct) == 1 else f"{{{text}}}"
 
 
 def view_embeddings(results: list[Result]) -> RenderableType:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from llmcli.commands import OUTPUT, AsJson, Checkpoint, Offline, Revision
-from llmcli.output import Fitting, bar, emit, facts, note, progress, shape, table
+from llmcli.errors import dimensions
+from llmcli.output import Fitting, bar, emit, facts, note, progress, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,7 +96,10 @@ def view(result: EmbeddingReport, name: Callable[[int], str]) -> RenderableType:
         result.norms, result.scale, result.anisotropy, result.rank, result.under_trained,
     )  # fmt: skip
     tied = ", tied to the output" if result.tied else ""
-    row("matrix", f"{result.tensor}, {shape((result.rows, result.width))} {result.dtype}, the {result.matrix}'s{tied}")
+    row(
+        "matrix",
+        f"{result.tensor}, {dimensions((result.rows, result.width))} {result.dtype}, the {result.matrix}'s{tied}",
+    )
     row("norm of a row", f"{norms.mean:.4g} ± {norms.std:.3g}, from {norms.min:.4g} to {norms.max:.4g}")
     row("RMS of a coordinate", f"{scale.rms:.4g}")
     by = "which the model does" if scale.by_model else "which this model does not do"

@@ -103,8 +103,7 @@ def run(
     reports = []
     for checkpoint in checkpoints:
         path = places.find_checkpoint(checkpoint, revision=revision, offline=offline)
-        coder = open_tokenizer(path, needed=True)
-        assert coder is not None
+        coder = open_tokenizer(path)
         model = open_model(str(path), tie, keep, dtype, device=device)[0]
         config: ModelConfig = model.config
         if context is not None and context > config.max_position_embeddings and model.position_embeddings is None:

@@ -29,6 +29,7 @@ from llmcli.commands import (
     given_ids,
     open_model,
     open_tokenizer,
+    tokenizer_if_any,
     warn_of_length,
 )
 from llmcli.errors import DataError, LlmcliError, UsageError
@@ -127,7 +128,7 @@ def run(
     from llmcli import targets
 
     path = targets.find_checkpoint(checkpoint, revision=revision, offline=offline)
-    tokenizer = open_tokenizer(path, needed=not isinstance(given, list))
+    tokenizer = tokenizer_if_any(path) if isinstance(given, list) else open_tokenizer(path)
     sampling = choose_sampling(
         max_new_tokens=MOST if max_new_tokens is None else max_new_tokens,
         temperature=temperature,

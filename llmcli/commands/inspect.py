@@ -11,7 +11,8 @@ import typer
 
 from llmcli import completion
 from llmcli.commands import AsJson, Checkpoint, Offline, Revision
-from llmcli.output import Fit, emit, facts, progress, quantity, shape, size, table
+from llmcli.errors import dimensions
+from llmcli.output import Fit, emit, facts, progress, quantity, size, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -200,7 +201,7 @@ def tie_line(tie: TieStatus) -> str:
 
 def _health(health: MatrixHealth) -> str:
     sampled = health.rows_read < health.rows
-    rows = shape((health.rows, health.width))
+    rows = dimensions((health.rows, health.width))
     norms = (
         f"norm {health.norm_mean:.4g} ± {health.norm_std:.2g} ({health.norm_min:.3g} to {health.norm_max:.3g})"
         if health.norm_mean is not None
@@ -230,7 +231,7 @@ def _tensors(found: Inspection, one_by_one: bool) -> Fit:
         cells = [
             f"{len(group.entries)} ×" if len(group.entries) > 1 else "",
             first.dtype,
-            shape(first.shape),
+            dimensions(first.shape),
             size(sum(entry.bytes for entry in group.entries)),
         ]
         if with_values:
@@ -281,7 +282,7 @@ def view_differences(found: Differences) -> RenderableType:
         if names:
             rows.add_row(label, Text(f"{len(names):,}: {', '.join(grouped(names))}"))
     for other in found.misshapen:
-        a, b = map(shape, other.shapes)
+        a, b = map(dimensions, other.shapes)
         rows.add_row("shape", Text(f"{other.name}: {a} in a, {b} in b"))
     for label, tie in zip(("output of a", "output of b"), found.ties, strict=True):
         rows.add_row(label, Text(tie_line(tie)) if tie else "not known: no config.json that can be read")

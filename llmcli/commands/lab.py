@@ -6,7 +6,17 @@ from typing import Annotated
 
 import typer
 
-from llmcli.commands import Checkpoint, Device, Dtype, Keep, Offline, Revision, Tie, open_model, open_tokenizer
+from llmcli.commands import (
+    Checkpoint,
+    Device,
+    Dtype,
+    Keep,
+    Offline,
+    Revision,
+    Tie,
+    open_model,
+    tokenizer_if_any,
+)
 from llmcli.errors import LlmcliError
 from llmcli.output import note, warn, write
 
@@ -50,7 +60,7 @@ def run(
 
     with server.listen(host, port) as listening:  # first: a port that is taken is known at once
         path = find_checkpoint(checkpoint, revision=revision, offline=offline)
-        tokenizer = open_tokenizer(path, needed=False)
+        tokenizer = tokenizer_if_any(path)
         model, plan = open_model(str(path), tie, keep, dtype, device=device)
         lab = Lab(
             model,

@@ -23,6 +23,7 @@ from llmcli.commands import (
     one_text,
     open_model,
     open_tokenizer,
+    tokenizer_if_any,
 )
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def run(
     from llmcli.targets import find_checkpoint
 
     path = find_checkpoint(checkpoint, revision=revision, offline=offline)
-    coder = open_tokenizer(path, needed=ids is None)
+    coder = open_tokenizer(path) if ids is None else tokenizer_if_any(path)
     read = given_ids(ids) if ids is not None else coder.encode(text or "") if coder else []
     if position is not None and not -len(read) <= position < len(read):
         most = len(read) - 1

@@ -27,10 +27,11 @@ from llmcli.commands import (
     one_text,
     open_model,
     open_tokenizer,
+    tokenizer_if_any,
     warn_of_length,
 )
-from llmcli.errors import LlmcliError, UsageError, unwritable
-from llmcli.output import Fit, emit, note, progress, shape, size, table
+from llmcli.errors import LlmcliError, UsageError, dimensions, unwritable
+from llmcli.output import Fit, emit, note, progress, size, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -144,7 +145,7 @@ def run(
         _check_place(file, suffix)
     sampling = choose_sampling(temperature=temperature, seed=seed)
     path = find_checkpoint(checkpoint, revision=revision, offline=offline)
-    tokenizer = open_tokenizer(path, needed=given is None)
+    tokenizer = open_tokenizer(path) if given is None else tokenizer_if_any(path)
     model, plan = open_model(str(path), tie, keep, dtype, device=device)
     lab = Lab(
         model,
@@ -284,7 +285,7 @@ def view(traced: Traced, number: int) -> RenderableType:
         numbers = [f"{value:.4g}" for value in (found.mean, found.rms, found.min, found.max)]
         if found.name == "ids" or found.name.endswith(".experts"):
             numbers[:2] = "", ""  # a mean of numbers that are names
-        rows.add_row(found.name, shape(found.shape), *numbers, found.meaning)
+        rows.add_row(found.name, dimensions(found.shape), *numbers, found.meaning)
     if len(traced.passes) == 1:
         return Fit(rows)
     steps = table()
@@ -292,7 +293,7 @@ def view(traced: Traced, number: int) -> RenderableType:
         steps.add_column(heading, justify="right")
     steps.add_column("tokens", overflow="fold")
     for n, one in enumerate(traced.passes):
-        shapes = {stage.name: shape(stage.shape) for stage in one.stages}
+        shapes = {stage.name: dimensions(stage.shape) for stage in one.stages}
         last = one.start + len(one.ids) - 1
         positions = f"{one.start}-{last}" if last > one.start else str(last)
         steps.add_row(str(n), positions, shapes["embed"], shapes.get("blocks.0.keys", ""), Text(" ".join(one.tokens)))
