@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from llmcli import families
+
 ROOT = Path(__file__).parents[1]
 FENCE = "```"
 
@@ -147,6 +149,10 @@ def test_a_document_sees_a_home_of_its_own_and_no_other_document(tmp_path: Path)
 def test_the_examples_of_the_readme_and_the_docs_are_real() -> None:
     status, said = examples("--check", "README.md", "docs/embeddings.md")
     assert status == 0, said
+
+
+def test_the_readme_counts_the_families_that_there_are() -> None:
+    assert f"| architectures | {len(families.names())} families |" in (ROOT / "README.md").read_text("utf-8")
 
 
 def test_the_pictures_of_the_docs_are_as_computed() -> None:
