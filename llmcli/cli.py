@@ -98,13 +98,15 @@ def complaint(error: Any) -> str:
 
 def _where_to_look(error: Any, arguments: list[str]) -> str:
     """The hint of a complaint: which help to see, and of an option without its value how it is written."""
-    context, option = getattr(error, "ctx", None), getattr(error, "option_name", None)
-    named: dict[str, Any] = getattr(typer.main.get_command(make_app()), "commands", {})
+    if context := getattr(error, "ctx", None):
+        return f"See {context.command_path} --help."
+    app, option = make_app(), getattr(error, "option_name", None)  # an option without its value has no context
+    named: dict[str, Any] = vars(typer.main.get_command(app) if isinstance(app, typer.Typer) else app)["commands"]
     command = next((word for word in arguments if word in named), None)
-    path = context.command_path if context else f"llmcli {command}" if command else "llmcli"
-    known = [parameter for parameter in named[command].params if option in parameter.opts] if command else []
-    form = f"Write {option} {known[0].metavar}. " if known and known[0].metavar else ""
-    return f"{form}See {path} --help."
+    if command is None:
+        return "See llmcli --help."
+    known = [parameter.metavar for parameter in named[command].params if option in parameter.opts]
+    return f"{f'Write {option} {known[0]}. ' if any(known) else ''}See llmcli {command} --help."
 
 
 def run(arguments: list[str]) -> int:
