@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from llmcli.errors import DataError, LlmcliError, UsageError, listing, unreadable
+from llmcli.events import METRICS
 from llmcli.plot import PALETTE, drawing, readable
 
-METRICS = "metrics.jsonl"
 A_RUN = "Give the folder of a training run: `llmcli train --out DIR` makes one."
 COLUMNS = (
     *("step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "mfu", "memory"),

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+METRICS = "metrics.jsonl"
+"""The file in a run's folder that keeps its events, a line each."""
+
 
 class Progress(msgspec.Struct, frozen=True, tag="progress", tag_field="event"):
     """How far a preparation is; `done` and `total` in characters."""

@@ -17,12 +17,11 @@ from llmcli import checkpoint, compute, distributed, tensors
 from llmcli.config import Recipe
 from llmcli.distributed import Processes
 from llmcli.errors import CheckpointError, LlmcliError, TrainingError, UsageError, unwritable
+from llmcli.events import METRICS
 from llmcli.model import Decoder
 
 STATE, MOMENTS = "training.json", "training.safetensors"
 """What makes a checkpoint one that training goes on from: the run's state, and AdamW's moments by our tensor names."""
-
-METRICS = "metrics.jsonl"
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

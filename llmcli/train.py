@@ -25,10 +25,9 @@ from llmcli.config import Recipe, TrainConfig
 from llmcli.data import Data
 from llmcli.distributed import Processes, joined
 from llmcli.errors import ConfigError, LlmcliError, TokenizerError, TrainingError
-from llmcli.events import Done, Eval, Event, Group, Sample, Saved, Start, Step
+from llmcli.events import METRICS, Done, Eval, Event, Group, Sample, Saved, Start, Step
 from llmcli.model import Decoder
 from llmcli.run_folder import (
-    METRICS,
     MOMENTS,
     STATE,
     State,

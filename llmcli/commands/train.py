@@ -18,6 +18,7 @@ from llmcli import completion, output
 from llmcli.commands import OUTPUT
 from llmcli.config import Recipe as RecipeStruct
 from llmcli.errors import ConfigError, UsageError
+from llmcli.events import METRICS
 from llmcli.followers import followers_of, kept_up, leads, lines_of, shown
 from llmcli.output import emit, quantity, size, warn
 
@@ -171,7 +172,7 @@ def run(
 def require_run(folder: Path, named: bool) -> None:
     """Raise UsageError where `--resume` alone would begin a run of its own in place of the one that is meant."""
     if not folder.exists():
-        known = [str(path.parent) for path in sorted(folder.parent.glob("*/metrics.jsonl"))]
+        known = [str(path.parent) for path in sorted(folder.parent.glob(f"*/{METRICS}"))]
         raise UsageError(
             f"--resume: there is no run {folder}",
             f"Name it: --out {' or '.join(known[:8])}." if known else "Name the run's folder: --out.",
