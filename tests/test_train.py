@@ -742,7 +742,7 @@ def test_a_lock_that_was_removed_by_who_held_it_is_no_lock(
 
 def test_a_folder_that_cannot_be_written_is_refused_before_any_work(text: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(TrainingError, match="cannot be written") as caught:
+    with pytest.raises(UsageError, match="a file is where a folder belongs") as caught:
         next(train.train(recipe(text), tmp_path / "file" / "run"))
     assert "--out" in caught.value.hint
 
