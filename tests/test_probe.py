@@ -217,11 +217,13 @@ def test_centred_answers_are_those_of_the_rows_less_their_mean(tmp_path: Path, d
 def test_centred_answers_are_exact_where_the_mean_is_far_longer_than_what_is_left(
     tmp_path: Path, small_steps: None
 ) -> None:
-    found = matrix(tmp_path, random(3000, 8) + 2000, "F64")  # float32 is off by 1e-4 of what is left
+    found = matrix(tmp_path, random(3000, 8).astype(np.float64) + 5000, "F64")  # float32 is off by 1e-4 of what is left
     values = as_read(found) - as_read(found).mean(0)
     rows = probe.Rows(found, center=True)
-    for query in range(40):
-        check(rows, values, query, 8)
+    queries = list(range(200))
+    answers = rows.nearest(rows.vectors(queries), 40, "cosine", [[query] for query in queries])
+    for query, hits in zip(queries, answers, strict=True):
+        assert [hit.id for hit in hits] == ranking(plain(values, values[query]), (query,))[:40]
 
 
 SMALL = st.integers(-40, 40)
@@ -355,10 +357,11 @@ def test_random_pairs_are_those_of_the_rows(tmp_path: Path) -> None:
 
 
 def test_rows_that_are_the_same_are_no_distance_apart_in_random_pairs(tmp_path: Path) -> None:
-    values = np.repeat(random(40, 33) * 7, 2, axis=0)
-    apart = probe.Rows(matrix(tmp_path, values)).pairs("l2")
-    wanted = np.linalg.norm(values[:, None].astype(np.float64) - values, axis=2)[np.triu_indices(80, 1)]
-    np.testing.assert_allclose(apart, wanted, rtol=1e-6, atol=1e-5)
+    values = np.repeat(random(40, 33).astype(np.float64) * 7, 2, axis=0)
+    values[::2] *= 1 + 1e-13  # the square of such a distance is rounding alone, of either sign
+    apart = probe.Rows(matrix(tmp_path, values, "F64")).pairs("l2")
+    wanted = np.linalg.norm(values[:, None] - values, axis=2)[np.triu_indices(80, 1)]
+    np.testing.assert_allclose(apart, wanted, rtol=1e-6, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
