@@ -547,7 +547,7 @@ def test_weights_are_tied_as_they_are_and_not_as_their_config_claims(
         (["glaslm"], "Did you mean 'glasslm'"),
         (["--set", "lr=1"], "not of the form"),
         (["--set", "train.lrr=1"], "unknown key 'train.lrr'"),
-        (["--set", "train.lr=fast"], "train.lr: expected"),
+        (["--set", "train.lr=fast"], "--set train.lr=fast: expected"),
         (["--set", "train.batch_size=0"], "train.batch_size"),
         (["--resume", "--init-from", "x"], "together"),
         (["--init-from", "nowhere"], "nowhere: no such file or folder"),
@@ -558,7 +558,7 @@ def test_weights_are_tied_as_they_are_and_not_as_their_config_claims(
 def test_what_cannot_be_is_refused_in_a_line_and_a_hint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    assert run(*[str(tmp_path / "run") if word == "OUT" else word for word in arguments]) in (1, 2)
+    assert run(*[str(tmp_path / "run") if word == "OUT" else word for word in arguments]) == 2
     shown = capsys.readouterr()
     assert message in shown.err and shown.out == ""
     assert shown.err.startswith("error: ") and "Traceback" not in shown.err
