@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from llmcli import corpus, data, tokenizer
 from llmcli.config import DataConfig
@@ -87,6 +88,35 @@ def test_a_validation_text_of_its_own_leaves_the_training_text_whole(tmp_path: P
     assert made.info.validation == data.Part(51, 50)
 
 
+def test_a_bpe_learns_no_token_that_reaches_from_one_document_into_the_next(tmp_path: Path) -> None:
+    for name, text, joined in (("many.jsonl", '{"text": "xy"}\n' * 90, False), ("one.txt", "xy" * 90, True)):
+        made = prepared(tmp_path, 260, path=write(tmp_path / name, text), tokenizer="bpe")
+        assert made.tokenizer.id("xy") is not None and (made.tokenizer.id("xyxy") is not None) == joined
+
+
+def test_a_text_begins_once_however_many_parts_it_is_encoded_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "BATCH", 64)
+    backend = tokenizer.bytes_tokenizer().backend
+    backend.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)])
+    (tmp_path / "tokenizer").mkdir()
+    backend.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
+    text = "one two three " * 100
+    made = prepared(tmp_path, path=write(tmp_path / "a.txt", text), tokenizer=str(tmp_path / "tokenizer"))
+    ids = [*made.train.tolist(), *made.validation.tolist()]
+    assert made.tokenizer.add_bos and ids == [256, *text.encode()]
+
+
+@pytest.mark.parametrize(("size", "itemsize"), [(1 << 16, 2), ((1 << 16) + 1, 4)])
+def test_a_token_takes_two_bytes_as_long_as_every_id_fits(tmp_path: Path, size: int, itemsize: int) -> None:
+    characters = [*range(0x3400, 0xD800), *range(0x20000, 0x30000)][:size]
+    text = "".join(map(chr, characters))
+    made = prepared(tmp_path, path=write(tmp_path / "a.txt", text), tokenizer="char")
+    assert made.tokenizer.size == size and made.train.itemsize == made.validation.itemsize == itemsize
+    assert [*made.train.tolist(), *made.validation.tolist()] == list(range(size))
+
+
 def test_a_bpe_learns_from_the_training_text_alone(tmp_path: Path) -> None:
     train, held_out = write(tmp_path / "a.txt", "the cat " * 50), write(tmp_path / "b.txt", "zebra " * 50)
     made = prepared(tmp_path, path=train, validation_path=held_out, tokenizer="bpe")
@@ -100,8 +130,6 @@ def test_a_tokenizer_of_characters_knows_the_validation_text_too(tmp_path: Path)
 
 
 def test_bos_stands_once_before_each_document_where_the_tokenizer_adds_it(tmp_path: Path) -> None:
-    from tokenizers.processors import TemplateProcessing
-
     by = tokenizer.train_bpe(["one two three " * 20], 280)
     by.backend.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
     by.save(tmp_path / "tokenizer")

@@ -27,6 +27,21 @@ def test_a_picture_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o666 & ~plot._umask()
 
 
+@pytest.mark.parametrize("suffix", plot.SUFFIXES)
+def test_the_same_picture_is_the_same_file_whenever_it_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    drawn = []
+    for name, seconds in (("a", 1), ("b", 1_000_000_000)):
+        monkeypatch.setenv("SOURCE_DATE_EPOCH", str(seconds))  # matplotlib's clock
+        with plot.drawing(tmp_path / f"{name}{suffix}", 3, 2) as figure:
+            axes = figure.add_subplot()
+            axes.plot([0, 1], [1, 0], marker="o", label="a line")
+            axes.legend()
+        drawn.append((tmp_path / f"{name}{suffix}").read_bytes())
+    assert drawn[0] == drawn[1]
+
+
 def test_a_picture_that_cannot_be_written_is_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")

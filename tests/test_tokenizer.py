@@ -418,6 +418,13 @@ def test_several_tokens_are_refused_with_their_pieces_and_the_form_with_a_space(
     assert f"' queen' is one token: 'Ġqueen' (id {kinds['bpe'].id('Ġqueen')})" in refused.value.hint
 
 
+def test_a_word_is_not_taken_for_the_one_with_a_space_where_the_space_is_a_token() -> None:
+    assert module.bytes_tokenizer().one_token("a") == 97
+    with pytest.raises(TokenizerError, match="' a' is 2 tokens") as refused:
+        module.bytes_tokenizer().one_token(" a")
+    assert "Without the leading space, 'a' is one token: 'a' (id 97)" in refused.value.hint
+
+
 def test_of_many_pieces_the_first_twenty_are_shown() -> None:
     for count, end in ((3, "'a' (id 97)"), (20, "'a' (id 97)"), (21, "'a' (id 97), ...")):
         with pytest.raises(TokenizerError) as refused:
