@@ -551,7 +551,7 @@ def test_a_prompt_comes_from_the_line_a_file_stdin_or_ids(
         (["x", "--temperature", "nan"], 2, "--temperature"),
         (["x", "--device", "cuda"], 2, "cuda"),
         (["x", "--dtype", "int8"], 2, "int8"),
-        (["--prompt-file", "/nowhere"], 1, "/nowhere"),
+        (["--prompt-file", "/nowhere"], 2, "/nowhere"),
     ],
 )
 def test_what_cannot_be_is_refused(
