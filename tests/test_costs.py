@@ -205,6 +205,14 @@ def test_attention_that_is_not_fused_keeps_its_matrices_besides(family: str) -> 
     assert matrices == 3 * 2 * 4 * 128 * 128 * 4 * made.num_layers
 
 
+@pytest.mark.parametrize(("dropout", "each"), [(0.0, 2), (0.1, 4)])
+def test_a_cap_on_attention_keeps_a_matrix_more(dropout: float, each: int) -> None:
+    made = shaped("gemma2", attention_softcap=50.0, dropout=dropout)
+    activations, matrices = costs.activation_bytes(made, dtype="float32", context=128, batch=2)
+    assert matrices == each * 2 * 4 * 128 * 128 * 4 * made.num_layers
+    assert activations + matrices == pytest.approx(saved_by_autograd(made, 2, 128, False), rel=0.06)
+
+
 def test_gpt2_keeps_the_published_34_bytes() -> None:
     """34·s·b·h of arXiv:2205.05198: 16·h numbers of 2 bytes and two masks of 1 byte."""
     one, two = (
