@@ -346,6 +346,21 @@ def test_a_file_longer_than_is_read_is_refused(
     assert code == 1 and not out and "more than 1,000 bytes" in err
 
 
+def test_in_a_picture_each_query_stands_beside_its_own_neighbours(
+    words: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    values = vectors()
+    near = {id: ranking(plain(values, values[id]), (id,))[:2] for id in range(len(WORDS))}
+    a, b = next((a, b) for a in near for b in near if len({a, b, *near[a], *near[b]}) == 6)
+    figures: list[Any] = []
+    monkeypatch.setattr(plot, "_save", lambda figure, path: figures.append(figure))
+    run(words, f"#{a}", f"#{b}", "-k", 2, "--plot", tmp_path / "a.svg")
+    for labels in (figures[0].axes[0].get_xticklabels(), figures[0].axes[0].get_yticklabels()):
+        assert [label.get_text() for label in labels] == [visible(WORDS[id]) for id in (a, *near[a], b, *near[b])]
+        assert [label.get_fontweight() for label in labels] == ["bold", "normal", "normal"] * 2
+
+
 def test_of_two_matrices_a_row_that_one_lacks_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write(tmp_path / "m", {NAME: vectors(), "lm_head.weight": vectors(len(WORDS) - 2, seed=4)})
     assert said(capsys, folder, "#12", "--matrix", "both")[0] == 0

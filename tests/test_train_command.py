@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from llmcli import cli, curves, events, followers, output, run_folder, tensors, weight_files
 from llmcli.commands import train as command
+from llmcli.errors import UsageError
 
 RECIPE = """
 [model]
@@ -594,6 +595,15 @@ def test_what_text_was_read_is_said(tmp_path: Path, recipe: Path, capsys: pytest
 def test_the_corpus_that_python_carries_is_named() -> None:
     assert followers.read_from(events.Source(0, 1, 460_000, 465_000)) == "Python's help pages, 465 kB in 1 document"
     assert followers.read_from(events.Source(1, 2, 10, 12)) == "1 file, 12 B in 2 documents"
+
+
+@pytest.mark.parametrize("name", ["best", "last"])
+def test_a_folder_with_either_checkpoint_of_a_run_is_not_begun_anew(tmp_path: Path, name: str) -> None:
+    (tmp_path / "run" / name).mkdir(parents=True)
+    with pytest.raises(UsageError, match="holds a run already"), run_folder.locked(tmp_path / "run", resume=False):
+        pass
+    with run_folder.locked(tmp_path / "run", resume=True):
+        assert (tmp_path / "run" / name).is_dir()
 
 
 @pytest.mark.parametrize(("reason", "goes_on"), [("finished", False), ("time limit", True), ("SIGTERM", True)])
