@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 from test_params import LLAMA_405B
 
-from llmcli import cli, output
+from llmcli import cli, config, output
 from llmcli.commands import count_params
 from llmcli.params import Line
 
@@ -321,6 +321,23 @@ def test_a_picture_says_what_the_table_says(tmp_path: Path, shown: Any, monkeypa
         assert all(whole.x0 <= box.x0 and box.x1 <= whole.x1 and whole.y0 <= box.y0 for box in boxes)
         overlaps = [(a, b) for n, a in enumerate(boxes) for b in boxes[:n] if a.overlaps(b)]
         assert overlaps == []
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_long_names_are_drawn_by_their_ends_where_these_tell_them_apart(
+    tmp_path: Path, shown: Any, monkeypatch: pytest.MonkeyPatch, alike: bool
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    targets = [f"{folder}/{'y' * 40}{1 if alike else n}.toml" for n, folder in enumerate(("one", "two"))]
+    for target in targets:
+        Path(target).parent.mkdir()
+        Path(target).write_text(config.presets()["gpt2"].read_text())
+    figures: list[Any] = []
+    monkeypatch.setattr("llmcli.plot._save", lambda figure, path: figures.append(figure))
+    shown(*targets, "--plot", tmp_path / "two.svg")
+    labels = [label.get_text().partition("  ")[0] for label in figures[0].axes[0].get_yticklabels()]
+    assert labels == (targets if alike else [f"…{'y' * 25}{n}.toml" for n in (0, 1)])
 
 
 def test_without_matplotlib_the_extra_is_named(tmp_path: Path, refusal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
