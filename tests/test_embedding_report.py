@@ -290,12 +290,15 @@ def test_the_table_names_the_first_of_many_and_says_that_there_are_more(
     assert "rows" not in lines["few"]["effective rank"], "taken of all"
 
 
-def test_gemmas_scale_is_said(tmp_path: Path, run: Run) -> None:
+def test_gemmas_scale_is_said(tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     hf.make("gemma", tmp_path)
     found = run(tmp_path)
     assert found["scale"]["by_model"] and found["scale"]["root"] == 4
     hf.make("llama", tmp_path / "llama")
     assert not run(tmp_path / "llama")["scale"]["by_model"]
+    for folder, said in ((tmp_path, "which the model does"), (tmp_path / "llama", "which this model does not do")):
+        assert cli.run(["embedding-report", str(folder)]) == 0
+        assert f"; {said}\n" in capsys.readouterr().out
 
 
 def test_the_output_matrix_on_request(tmp_path: Path, run: Run) -> None:

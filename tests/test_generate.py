@@ -701,3 +701,14 @@ def test_nobody_who_does_not_ask_gets_more_than_the_model_was_trained_for(
     assert cli.run(["generate", str(tmp_path / "made"), "--ids", "1,2,3", "--seed", "1", "--json", "-n", "70"]) == 0
     said = capsys.readouterr()
     assert len(json.loads(said.out)["ids"]) == 70 and "expect the text to fray" in said.err
+
+
+@pytest.mark.parametrize("as_json", [[], ["--json"]])
+def test_learned_positions_that_are_used_up_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], as_json: list[str]
+) -> None:
+    hf.make("gpt2", tmp_path)  # 64 positions
+    for count, used in ((5, False), (100, True)):
+        arguments = ["--ids", "1,2,3", "--max-new-tokens", str(count), "--temperature", "0", *as_json]
+        assert cli.run(["generate", str(tmp_path), *arguments]) == 0
+        assert ("the model's 64 learned positions are used up" in capsys.readouterr().err) == used

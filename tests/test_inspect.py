@@ -177,6 +177,21 @@ def test_a_redundant_head_is_a_copy_and_counts_once(gpt2: Path) -> None:
     assert found.total.values == found.parameters + 64 * 16
 
 
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [
+        ("gpt2", "4 heads, vocabulary"),
+        ("llama", "4 heads (2 for keys and values), vocabulary"),
+        ("mixtral", ", 4 experts, "),
+    ],
+)
+def test_heads_and_experts_are_said_as_the_family_has_them(
+    checkpoints: Callable[[str], Path], family: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["inspect", str(checkpoints(family))]) == 0
+    assert said in capsys.readouterr().out.splitlines()[0]
+
+
 def test_values_that_are_not_parameters_are_said_to_be_left_out_of_the_count(
     gpt2: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

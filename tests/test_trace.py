@@ -451,3 +451,19 @@ def test_what_passes_will_take_is_reckoned_as_their_records_are(tiny: Path, monk
         else:
             with pytest.raises(UsageError, match="-n 5"):
                 commands_trace._as_far_as_it_goes(model, 3, 5)
+
+
+def test_the_table_of_passes_says_where_each_stands_and_a_mean_only_of_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf.make("llama", tmp_path)
+    assert cli.run(["trace", str(tmp_path), "--ids", "7,8,9", "-n", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    ids = next(line.split() for line in lines if line.startswith("ids "))
+    assert ids[1:4] == ["3", "7", "9"], "shape, smallest, largest: no mean of names"
+    steps = lines[next(n for n, line in enumerate(lines) if line.startswith("pass  ")) + 1 :]
+    assert [line.split()[:5] for line in steps[:3]] == [
+        ["0", "0-2", "3", "x", "16"],
+        ["1", "3", "1", "x", "16"],
+        ["2", "4", "1", "x", "16"],
+    ]
