@@ -361,6 +361,27 @@ def test_in_a_picture_each_query_stands_beside_its_own_neighbours(
         assert [label.get_fontweight() for label in labels] == ["bold", "normal", "normal"] * 2
 
 
+def test_side_by_side_it_is_said_how_much_of_both_lists_is_the_same(
+    untied: Path, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shares = set()
+    for word in ("king", "queen", "boy", "b"):
+        share = run(untied, word, "-k", 5, "--matrix", "both")["overlap"]
+        assert f"in both lists: {round(100 * share)}%\n" in said(capsys, untied, word, "-k", 5, "--matrix", "both")[1]
+        shares.add(share)
+    assert len(shares) > 1
+
+
+def test_rows_left_out_are_not_mentioned_where_the_answers_are_given(tmp_path: Path, run: Run) -> None:
+    values = vectors()
+    values[2] = 0
+    folder = write(tmp_path / "m", {NAME: values})
+    vocabulary(folder, WORDS)
+    for more, mentioned in ([], True), (["--among", _file(tmp_path, "queen\n")], False), (["-k", 0], False):
+        run(folder, "king", *more)
+        assert ("of the input matrix" in run.said) == mentioned  # type: ignore[attr-defined]
+
+
 def test_of_two_matrices_a_row_that_one_lacks_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write(tmp_path / "m", {NAME: vectors(), "lm_head.weight": vectors(len(WORDS) - 2, seed=4)})
     assert said(capsys, folder, "#12", "--matrix", "both")[0] == 0
