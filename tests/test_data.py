@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 import tracemalloc
 from pathlib import Path
@@ -86,6 +87,14 @@ def test_a_validation_text_of_its_own_leaves_the_training_text_whole(tmp_path: P
     assert set(made.train) == {ord("a"), 256} and set(made.validation) == {ord("b"), 256}
     assert made.info.train == data.Part(101, 100)
     assert made.info.validation == data.Part(51, 50)
+
+
+def test_tokens_of_another_text_in_a_texts_place_are_made_anew(tmp_path: Path, cache: Path) -> None:
+    one, other = (write(tmp_path / f"{name}.txt", name * 300) for name in ("one", "other"))
+    wrong, right = (prepared(tmp_path, path=path, tokenizer="byte") for path in (one, other))
+    wanted = right.train.tolist()
+    shutil.copytree(cache / "tokens" / wrong.fingerprint, cache / "tokens" / right.fingerprint, dirs_exist_ok=True)
+    assert prepared(tmp_path, path=other, tokenizer="byte").train.tolist() == wanted
 
 
 def test_a_bpe_learns_no_token_that_reaches_from_one_document_into_the_next(tmp_path: Path) -> None:
