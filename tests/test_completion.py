@@ -198,3 +198,14 @@ def test_the_working_folder_itself_is_not_offered(tab: Tab, tmp_path: Path) -> N
     (tmp_path / "config.json").write_text("{}")
     assert "" not in completion.checkpoints("")
     assert sorted(tab("generate", "")) == ["files", "runs/first/best", "runs/second\\ one/last"]
+
+
+def test_a_checkpoint_is_looked_for_four_folders_down_and_no_further(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("one/2/3/4", "uno/2/3/4/5"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "config.json").touch()
+    monkeypatch.chdir(tmp_path)
+    assert completion.checkpoints("") == ["one/2/3/4"]
+    assert completion.checkpoints("uno/") == ["uno/2/3/4/5"], "from what is typed on"
