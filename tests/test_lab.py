@@ -262,6 +262,15 @@ def test_sketches_are_small_and_bounded_whatever_the_stage(kind: str, opened: La
             assert values.max() == 127
 
 
+def test_one_look_through_the_lens_is_of_so_many_positions_at_most(folders: dict[str, Path]) -> None:
+    one = labs.open_lab(folders["tied"], Limits(lens_positions=2))
+    made = one.recorded(one.start(labs.PROMPT).id, 0)
+    assert len(made.ids) > 4
+    for start, stop, wanted in ((0, 1 << 30, 2), (1, 2, 1), (3, 1 << 30, 2), (len(made.ids) - 1, 1 << 30, 1)):
+        found = one.lens(made, start, stop)
+        assert found.start == start and {len(positions) for positions in found.guesses} == {wanted}
+
+
 def test_a_sketch_of_many_rows_has_the_first_and_the_last() -> None:
     tensor = torch.zeros(100, 3)
     tensor[0], tensor[-1] = 1, -1
