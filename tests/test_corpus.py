@@ -177,6 +177,19 @@ def test_a_folder_gives_its_texts_to_the_leaves_in_a_fixed_order(tmp_path: Path)
     assert [str(path.relative_to(tmp_path)) for path in found] == names
 
 
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9])
+def test_a_document_ends_with_its_last_piece_and_only_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    monkeypatch.setattr(corpus, "CHUNK", 4)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x" * length}) + "\n")
+    (tmp_path / "a.txt").write_text("x" * length)
+    for name in ("a.jsonl", "a.txt"):
+        pieces = list(corpus.read(tmp_path / name))
+        assert "".join(piece.text for piece in pieces) == "x" * length
+        assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+
+
 def test_patterns_and_lists_are_joined_and_no_file_is_read_twice(tmp_path: Path) -> None:
     for name in ("a.txt", "b.txt", "c.log"):
         (tmp_path / name).write_text(name)

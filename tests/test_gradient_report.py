@@ -134,6 +134,11 @@ def test_the_report_counts_and_measures(tmp_path: Path) -> None:
     assert len(untied.others) == 7  # no more than there are
 
 
+def test_a_row_is_reached_where_any_of_its_numbers_has_a_gradient() -> None:
+    part = gradients._part(torch.tensor([[0.0, 3], [0, 0], [-4, 0]]))
+    assert (part.rows, part.norm) == (2, 5)
+
+
 def test_a_text_of_one_token_and_an_id_without_a_row_are_refused() -> None:
     with pytest.raises(UsageError, match="no next one"):
         gradients.split(bare(), torch.tensor([[3]]))

@@ -333,6 +333,9 @@ def test_a_padding_row_is_an_answer_only_where_all_rows_are(tmp_path: Path, run:
     file = _file(tmp_path, f"queen\n#{len(WORDS)}\n")
     assert ids(run(folder, "king", "--among", file)) == [4]
     assert sorted(ids(run(folder, "king", "--among", file, "--all-rows"))) == [4, len(WORDS)]
+    for more, mentioned in ([], True), (["--all-rows"], False):
+        run(folder, "king", *more)
+        assert ("rows without a token are left out (15 to 16)" in run.said) == mentioned  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("option", ["--among", "--vector", "--analogies"])

@@ -67,7 +67,10 @@ def test_presets_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> N
     mixtral = next(preset for preset in listed if preset["name"] == "mixtral-8x7b")
     assert (mixtral["total"], mixtral["active"]) == (46_702_792_704, 12_879_925_248)
     assert cli.run(["presets"]) == 0
-    assert "8.03 B" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    rows = {line.split()[0]: line.split("  tied")[0].split("  untied")[0].split()[2:] for line in shown.splitlines()}
+    assert "8.03 B" in shown
+    assert rows["gpt2"] == ["124.4", "M"] and rows["mixtral-8x7b"] == ["46.7", "B", "12.88", "B"], "active where fewer"
     assert cli.run(["presets", "gemma-2b"]) == 0
     assert capsys.readouterr().out == config.presets()["gemma-2b"].read_text()
     assert cli.run(["presets", "gemma-2c"]) == 2
