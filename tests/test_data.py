@@ -6,7 +6,9 @@ import os
 import shutil
 import time
 import tracemalloc
+import types
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -354,3 +356,11 @@ def test_dividing_loses_no_character(fraction: float) -> None:
         assert "".join(piece.text for _, piece in parts) == text
         held_out = [held_out for held_out, _ in parts]
         assert held_out == sorted(held_out) and set(held_out) == {False, True}
+
+
+@pytest.mark.parametrize(("tokens", "hint"), [(0, "Give more text."), (1, "Give more text."), (2, "train.context=1;")])
+def test_the_longest_context_that_fits_is_named_where_one_does(tokens: int, hint: str) -> None:
+    made: Any = types.SimpleNamespace(train=[0] * tokens, validation=[0, 0])
+    with pytest.raises(DataError) as refused:
+        data.check_length(made, 8)
+    assert hint in refused.value.hint and ("train.context=" in refused.value.hint) == (tokens > 1)

@@ -712,3 +712,11 @@ def test_learned_positions_that_are_used_up_are_said(
         arguments = ["--ids", "1,2,3", "--max-new-tokens", str(count), "--temperature", "0", *as_json]
         assert cli.run(["generate", str(tmp_path), *arguments]) == 0
         assert ("the model's 64 learned positions are used up" in capsys.readouterr().err) == used
+
+
+def test_of_a_prompts_file_one_newline_at_the_end_is_left_out(tmp_path: Path) -> None:
+    from llmcli.commands import generate as command
+
+    for content, read in ((b"a\n", "a"), (b"a\r\n\r\n", "a\n"), (b"a", "a"), (b"\n\na\n\n\n", "\n\na\n\n")):
+        (tmp_path / "prompt.txt").write_bytes(content)
+        assert command._given_text(None, tmp_path / "prompt.txt") == read
