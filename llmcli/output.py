@@ -21,16 +21,16 @@ T = TypeVar("T")
 
 
 def console(stderr: bool = False) -> Console:
-    """A rich console for stdout or stderr; in a pipe without colours, and as wide as COLUMNS or 200.
+    """A rich console for stdout or stderr; without a terminal it neither colours nor wraps.
 
     What it is given is shown as it is: a path or a token may hold `[bold]` or `:smile:`.
     """
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
-    # In a pipe a table must not be folded to 80 columns: whoever reads it wants whole lines, unless told otherwise.
-    told = os.environ.get("COLUMNS", "").isdecimal() and int(os.environ["COLUMNS"]) > 0
-    width = None if told or stream.isatty() else 200
+    # In a pipe a table must not be folded: whoever reads it wants whole lines. COLUMNS says nothing there: GNU readline
+    # sets it, so it comes from any Python that was used by hand or runs pytest.
+    width = None if stream.isatty() else 200
     return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False, markup=False, emoji=False)
 
 
