@@ -214,6 +214,12 @@ def test_a_text_read_while_a_pass_is_added_is_whole(opened: Labs) -> None:
     assert read == [(one.text_info(text), one.values(text, 1, "ids", [slice(0, 1)]).labels)]
 
 
+def test_a_prompt_that_is_given_empty_stays_empty(opened: Labs) -> None:
+    one = opened("tied")
+    prompts = [Lab(one.model, one.tokenizer, name="x", prompt=prompt).info().prompt for prompt in ("", None)]
+    assert prompts == ["", lab.DEFAULT_PROMPT]
+
+
 def test_nearest_tokens_are_the_best_cosines(opened: Labs, folders: dict[str, Path]) -> None:
     one = opened("tied")
     rows = one.model.token_embeddings.weight.detach().double().numpy()[: labs.TOKENS]
@@ -223,6 +229,8 @@ def test_nearest_tokens_are_the_best_cosines(opened: Labs, folders: dict[str, Pa
     found = one.nearest(17, 6)
     assert [neighbour.token.id for neighbour in found] == want.tolist()
     np.testing.assert_allclose([neighbour.cosine for neighbour in found], cosines[want], atol=1e-9)
+    few = labs.open_lab(folders["tied"], Limits(top=2))
+    assert [neighbour.token.id for neighbour in few.nearest(17, 6)] == want[:2].tolist()
     with pytest.raises(UsageError, match="no token 304"):
         one.nearest(labs.TOKENS, 3)
     with pytest.raises(UsageError, match="file"):
@@ -672,6 +680,7 @@ def test_the_page_allows_its_own_script_and_style_and_nothing_else(served: str) 
     assert html == page.PAGE.read_text("utf-8")
     policy = headers["content-security-policy"]
     assert "default-src 'none'" in policy
+    assert "frame-ancestors 'none'" in policy, "no other page may show it inside its own"
     assert "unsafe" not in policy
     assert policy.count("'sha256-") == 2
     assert html.count("<script>") == html.count("<style>") == 1

@@ -608,7 +608,7 @@ def test_a_damaged_model_shows_where_its_values_end_to_be_numbers(
         tab.locator("#lens-table").wait_for()
         assert complaints == []
         tab.click("#next")
-        expect(tab.locator("#status")).to_contain_text("blocks.1.feed_forward.down.weight holds NaN")
+        expect(tab.locator("#status")).to_contain_text("model.layers.1.mlp.down_proj.weight of ")
         assert "status of 422" in complaints.pop()
         file = tmp_path / "damaged.html"
         file.write_text(as_html(one, next(reversed(one._texts)))[0], "utf-8")

@@ -192,7 +192,7 @@ def run(
     if queries:
         show(answers, lambda shown: view(shown, metric))
         if k and chosen is None:
-            _say_left_out(opened.values(), all_rows)
+            _say_left_out(opened.values())
     if analogies:
         with progress("answering analogies", unit="questions") as advance:
             scored = analogy_files.score(rows, names, analogies, method=method, among=chosen, progress=advance)
@@ -274,12 +274,12 @@ def _queries(
     return queries + [neighbours.analogy_query(names, sum) for sum in analogies]
 
 
-def _say_left_out(opened: Iterable[Rows], all_rows: bool) -> None:
+def _say_left_out(opened: Iterable[Rows]) -> None:
     for rows in opened:
         if number := len(rows.unusable()):
             kind = "zero, the mean itself" if rows.mean is not None else "zero"
             note(f"{number:,} rows of the {rows.matrix.side} matrix are {kind} or not finite, and are left out")
-        if rows.matrix.rows > rows.count and not all_rows:
+        if rows.matrix.rows > rows.count:
             first, last = rows.count, rows.matrix.rows - 1
             note(f"{last - first + 1:,} rows without a token are left out ({first} to {last}); --all-rows keeps them")
 
