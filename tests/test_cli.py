@@ -6,7 +6,6 @@ import importlib.machinery
 import io
 import json
 import os
-import pty
 import re
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 import hf
 import pytest
 from safetensors.torch import load_file, save_file
+from terminals import on_a_terminal
 
 from llmcli import cli, commands, errors, output
 
@@ -166,28 +166,6 @@ def test_in_a_pipe_a_table_is_whole_whatever_columns_says() -> None:
     assert wide == narrow and max(map(len, wide.splitlines())) > 100
 
 
-def seen_on_a_terminal(*arguments: str | Path, **environment: str) -> str:
-    """What one run sends to a terminal, from both its streams."""
-    ours, theirs = pty.openpty()
-    plain = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "COLUMNS", "FORCE_COLOR")}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "llmcli", *map(str, arguments)],
-        stdout=theirs,
-        stderr=theirs,
-        env={**plain, "TERM": "xterm-256color", **environment},
-    )
-    os.close(theirs)
-    out = b""
-    while True:
-        try:
-            out += os.read(ours, 1 << 16)
-        except OSError:  # the other end is closed
-            break
-    os.close(ours)
-    process.wait(60)
-    return out.decode()
-
-
 COLOUR = re.compile(r"\x1b\[(?:[\d;]*;)?(?:3\d|4\d|9\d|10\d)(?:;[\d;]*)?m")
 
 
@@ -198,11 +176,11 @@ def test_no_color_leaves_colours_out_and_a_dumb_terminal_gets_no_codes(tmp_path:
     values["model.norm.weight"][0] = float("nan")
     save_file(values, tmp_path / "model.safetensors")
     for arguments in (["inspect", tmp_path, "--full"], ["inspect", tmp_path / "nowhere"], ["train", "--help"]):
-        assert COLOUR.search(seen_on_a_terminal(*arguments)), arguments
-        assert COLOUR.search(seen_on_a_terminal(*arguments, NO_COLOR="")), "an empty value asks for nothing"
-        plain = seen_on_a_terminal(*arguments, NO_COLOR="1")
+        assert COLOUR.search(on_a_terminal(*arguments)[1]), arguments
+        assert COLOUR.search(on_a_terminal(*arguments, NO_COLOR="")[1]), "an empty value asks for nothing"
+        plain = on_a_terminal(*arguments, NO_COLOR="1")[1]
         assert "\x1b[" in plain and not COLOUR.search(plain), plain
-        assert "\x1b" not in seen_on_a_terminal(*arguments, TERM="dumb")
+        assert "\x1b" not in on_a_terminal(*arguments, TERM="dumb")[1]
 
 
 def test_a_locale_without_utf8_is_no_obstacle() -> None:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import pty
 import re
-import struct
 import subprocess
 import sys
-import termios
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
+from terminals import on_a_terminal
 from test_params import LLAMA_405B
 
 from llmcli import cli, config, output
@@ -61,25 +58,11 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Any:
     return run
 
 
-def on_a_terminal(columns: int, *arguments: str) -> list[str]:
+def lines_on_a_terminal(columns: int, *arguments: str) -> list[str]:
     """The lines that a terminal of so many columns shows of a real run."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    environment = {**os.environ, "TERM": "xterm", "PYTHONIOENCODING": "utf-8"}
-    environment.pop("COLUMNS", None)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "llmcli", "count-params", *arguments], stdout=theirs, stderr=theirs, env=environment
-    )
-    os.close(theirs)
-    out = b""
-    while True:
-        try:
-            out += os.read(ours, 1 << 16)
-        except OSError:  # the other end is closed
-            break
-    os.close(ours)
-    assert process.wait(60) == 0
-    return re.sub(r"\x1b\[[\d;]*m|\r", "", out.decode()).split("\n")
+    code, out = on_a_terminal("count-params", *arguments, columns=columns)
+    assert code == 0
+    return re.sub(r"\x1b\[[\d;]*m|\r", "", out).split("\n")
 
 
 # JSON.
@@ -162,7 +145,7 @@ def test_tensors_and_layers_that_are_alike_share_a_line(shown: Any) -> None:
     assert gates[1:] == ["256", "×", "14336", "x", "4096", "15,032,385,536", "32%", "███▉"]
     lines = [line.split() for line in shown("mixtral-8x7b", "--by", "layer").splitlines()]
     assert ["layer", "{0-31}", "32", "×", "1,451,270,144", "46,440,644,608", "99%", "███████████▉"] in lines
-    narrow = on_a_terminal(40, "mixtral-8x7b", "--by", "tensor")
+    narrow = lines_on_a_terminal(40, "mixtral-8x7b", "--by", "tensor")
     assert narrow[narrow.index("blocks.{0-31}.attention.q.weight") + 1] == "  536,870,912  1%"
 
 
@@ -185,7 +168,7 @@ def test_costs_are_told_in_units(shown: Any) -> None:
     ],
 )
 def test_forty_columns_are_enough(options: list[str]) -> None:
-    lines = on_a_terminal(40, *options)
+    lines = lines_on_a_terminal(40, *options)
     assert max(map(len, lines)) <= 40
     text = "\n".join(lines)
     whole = {"gpt2": "124,439,808", "mixtral-8x7b": "46,702,792,704", "gpt1": "116,534,784"}
@@ -197,7 +180,7 @@ def test_forty_columns_are_enough(options: list[str]) -> None:
 
 def test_wide_terminals_put_targets_side_by_side_and_narrow_ones_below_each_other() -> None:
     def heads(columns: int) -> list[list[str]]:
-        lines = on_a_terminal(columns, "gpt2", "gemma-2b")
+        lines = lines_on_a_terminal(columns, "gpt2", "gemma-2b")
         return [line.split() for line in lines if "gpt2" in line or "gemma-2b" in line]
 
     assert heads(100) == [["gpt2", "gemma-2b"]]
