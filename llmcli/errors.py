@@ -2,8 +2,8 @@
 
 The one rule of exit codes. 2: the command line cannot be right as it stands: an option, value or name that there is
 not, a path where nothing is or something of another kind (a folder for a file, a run for a checkpoint), a place that is
-taken. 1: what it names is there, and is damaged, unfit or not what it should be, or cannot
-be read or written.
+taken. 1: what it names is there, and is damaged, unfit or not what it should be, or cannot be read or written; or
+something that it needs is not installed.
 """
 
 from __future__ import annotations

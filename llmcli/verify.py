@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from llmcli import checkpoint
-from llmcli.errors import CheckpointError, UsageError
+from llmcli.errors import CheckpointError, LlmcliError
 from llmcli.tying import Request, Side
 
 TOLERANCE = 1e-3
@@ -36,7 +36,7 @@ def verify(
 ) -> Verification:
     """Compare the logits of `source`, loaded here, with those of transformers' model of `against` (or of the same).
 
-    Raises UsageError where transformers is not installed or has no such model, CheckpointError where it cannot load it.
+    Raises LlmcliError where transformers is not installed, CheckpointError where it cannot load the checkpoint.
     """
     against = against or source
     model, _ = checkpoint.load(source, dtype=torch.float32, tie=tie, keep=keep)
@@ -61,7 +61,7 @@ def _transformers_model(folder: Path) -> tuple[Any, tuple[str, ...]]:
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError:
-        raise UsageError(
+        raise LlmcliError(
             "--verify compares with transformers, which is not installed", "Install it: pip install transformers"
         ) from None
     transformers.logging.set_verbosity_error()
