@@ -89,10 +89,17 @@ def lines_of(event: Event) -> list[str]:
             resumed = event.seconds_in_all - event.seconds > 0.05
             took = f"{event.seconds:.1f} s{f' ({event.seconds_in_all:.1f} s in all)' if resumed else ''}"
             line = f"{event.reason} at step {event.step} after {took}{best}: {event.out}"
-            if event.reason.startswith("SIG") or event.reason == "time limit":
-                return [line, f"to go on: the same command with --resume --out {event.out}"]
-            return [line]
+            if not (event.reason.startswith("SIG") or event.reason == "time limit"):
+                return [line]
+            if never_began(event):
+                return [line, "nothing was trained, so nothing is saved: begin it again with the same command"]
+            return [line, f"to go on: the same command with --resume --out {event.out}"]
     return []
+
+
+def never_began(done: events.Done) -> bool:
+    """Whether a run ended before its first step."""
+    return not done.tokens and done.best_step is None
 
 
 def read_from(source: events.Source) -> str:
@@ -117,16 +124,20 @@ class Screen:
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.seen: dict[str, Any] = {}
-        self.began, self.first = time.monotonic(), 0
+        self.began = self.told = time.monotonic()
+        self.first = 0  # the step at `began`, from which the pace is taken
 
     def __call__(self, event: Event) -> None:
         """Take one event in."""
         kind = type(event).__name__
         self.seen[kind] = event
         if kind == "Start":
-            self.began, self.first = time.monotonic(), self.seen[kind].step
+            self.first = self.seen[kind].step
         elif kind == "Step":
             self.losses.append(self.seen[kind].loss)
+            self.told, step = time.monotonic(), self.seen[kind].step
+            if len(self.losses) == 1:  # the first step also sets things up: the pace is that of the others
+                self.began, self.first = self.told, step
         elif kind == "Eval":
             best = self.seen.get("Best")
             if best is None or self.seen[kind].val_loss < best.val_loss:
@@ -173,10 +184,11 @@ class Screen:
         yield grid
 
     def time_left(self, step: int, steps: int) -> str:
-        """How long the rest will take at the pace so far, evaluations and saves included."""
+        """How long the rest will take from now on at the pace so far, evaluations and saves included."""
         if step <= self.first:
             return ""
-        seconds = round((time.monotonic() - self.began) / (step - self.first) * (steps - step))
+        pace = (self.told - self.began) / (step - self.first)
+        seconds = round(max(0.0, pace * (steps - step) - (time.monotonic() - self.told)))
         hours, rest = divmod(seconds, 3600)
         return f"{hours}:{rest // 60:02}:{rest % 60:02} left" if hours else f"{rest // 60}:{rest % 60:02} left"
 
@@ -189,21 +201,18 @@ def followers_of(folder: Path, plot: Path | None, csv: bool, tensorboard: bool) 
     if not leads():
         return
 
-    def empty(event: Event) -> bool:  # a run that was interrupted before its first step
-        return isinstance(event, events.Done) and not event.tokens and event.best_step is None
-
     if plot:
         picture = check(plot)
 
         def draw(event: Event) -> None:
-            if isinstance(event, events.Done) and not empty(event):
+            if isinstance(event, events.Done) and not never_began(event):
                 curves.draw([curves.read(folder)], picture)
 
         yield draw
     if csv:
 
         def write(event: Event) -> None:
-            if isinstance(event, events.Eval | events.Done) and not empty(event):
+            if isinstance(event, events.Eval) or (isinstance(event, events.Done) and not never_began(event)):
                 (folder / "metrics.csv").write_text(curves.as_csv(curves.read(folder)), encoding="utf-8")
 
         yield write

@@ -160,6 +160,7 @@ def test_a_second_signal_leaves_at_once(recipe: Path, tmp_path: Path, monkeypatc
     assert process.wait(timeout=20) == 130
     assert time.monotonic() - began < 10
     assert run_folder.read_state(tmp_path / "run" / "last").step == 4  # of before: nothing was saved in haste
+    assert "SIGINT again: left at once; what came after the last save is lost" in process.stderr.read()
     process.stderr.close()
 
 
@@ -182,7 +183,10 @@ def test_where_nobody_reads_on_the_run_is_saved(recipe: Path, tmp_path: Path, de
     assert told[-1]["event"] == "done" and told[-1]["reason"] == "SIGPIPE"
     assert run_folder.read_state(tmp_path / "run" / "last").step == told[-1]["step"] >= 3
     if process.stderr:
-        assert process.stderr.read() == "note: nobody reads the output any more: this step is finished and saved\n"
+        first, ended, how, *rest = process.stderr.read().splitlines()
+        assert first == "note: nobody reads the output any more: the run ends after this step, and is saved"
+        assert ended.startswith(f"note: SIGPIPE at step {told[-1]['step']} ")
+        assert how == f"note: to go on: the same command with --resume --out {tmp_path / 'run'}" and not rest
         process.stderr.close()
 
 
@@ -219,13 +223,29 @@ def test_a_signal_that_was_ignored_stays_ignored() -> None:
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_before_there_is_anything_to_save_a_signal_ends_at_once(number: int, code: int) -> None:
+def test_before_there_is_anything_to_save_a_signal_ends_at_once(
+    number: int, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = signal.getsignal(number)
     with pytest.raises(SystemExit) as caught, command.interruptible():
         signal.raise_signal(number)
         time.sleep(1)
     assert caught.value.code == code
     assert signal.getsignal(number) == before
+    assert capsys.readouterr().err == f"note: {signal.Signals(number).name}: ended before the first step\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full device")
+def test_a_full_disk_in_place_of_a_reader_is_named_and_nothing_is_called_saved(recipe: Path, tmp_path: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "llmcli", "train", str(recipe), "--out", str(tmp_path / "run")]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, encoding="utf-8", timeout=60)
+    assert result.returncode == 141
+    first, ended, how = result.stderr.splitlines()
+    assert first.startswith("note: the output cannot be written (No space left on device): ")
+    assert ended.startswith("note: SIGPIPE at step 0 ")
+    assert how == "note: nothing was trained, so nothing is saved: begin it again with the same command"
+    assert not (tmp_path / "run" / "last").exists()
 
 
 def kill_and_resume(recipe: Path, tmp_path: Path, times: int, seed: int) -> None:
@@ -400,7 +420,7 @@ def test_a_terminal_sees_the_state_of_the_run(capsys: pytest.CaptureFixture[str]
     screen(events.Sample(step=30, prompt="Once", text=" upon\n\x1b[31m a time"))
     screen.began -= 60
     text = shown()
-    for part in ("30 of 100", "30%", "2:20 left", "2.5000", "3.5000", "best 3.2500 at step 20", "1.234 k tokens/s"):
+    for part in ("30 of 100", "30%", "3:30 left", "2.5000", "3.5000", "best 3.2500 at step 20", "1.234 k tokens/s"):
         assert part in text, part
     assert "Once upon ·[31m a time" in text  # no sample drives the terminal
     screen(
@@ -616,11 +636,18 @@ def test_a_run_that_was_stopped_says_how_to_go_on(reason: str, goes_on: bool) ->
 
 def test_the_time_that_is_left_follows_the_steps_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = followers.Screen()
-    screen.began, screen.first = 100.0, 50  # a run that goes on at step 50
-    monkeypatch.setattr(time, "monotonic", lambda: 140.0)
-    assert screen.time_left(50, 100) == ""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    step: Any = dict.fromkeys(events.Step.__struct_fields__, 1.0)
+    for now[0], at in ((100.0, 51), (136.0, 60)):  # a run that goes on at step 50, its first step slow
+        screen(events.Step(**step | {"step": at}))
+        assert bool(screen.time_left(at, 100)) == (at > 51)
     assert screen.time_left(60, 100) == "2:40 left", "four seconds a step, forty steps"
     assert screen.time_left(60, 2060) == "2:13:20 left"
+    now[0] = 150.0
+    assert screen.time_left(60, 100) == "2:26 left", "it counts down until the next step is told"
+    now[0] = 999.0
+    assert screen.time_left(60, 100) == "0:00 left"
 
 
 def test_a_run_that_is_finished_has_nothing_left_to_do_and_says_so(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -100,7 +101,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Make a few steps, estim
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="Show every value and where it comes from; stop.")]
 
 EXIT_CODES = {"SIGHUP": 129, "SIGINT": 130, "SIGPIPE": 141, "SIGTERM": 143}
-SAVED_FIRST = "this step is finished and saved"
+ENDING = "the run ends after this step, and is saved"
 NOT_GIVEN = "default"
 
 
@@ -166,6 +167,9 @@ def run(
         for event in train.train(made.recipe, folder, resume=resume, init_from=source, stop=stop):
             audience(event)
             followers = [follow for follow in followers if kept_up(follow, event)]
+        if audience.left:  # who does not read how it ended may read here
+            for line in lines_of(event):
+                say(line)
     return EXIT_CODES.get(stop() or "", 0)
 
 
@@ -199,10 +203,13 @@ class Audience:
             return
         try:
             self.show(event)
-        except (OSError, output.NobodyReads):
+        except (OSError, output.NobodyReads) as error:
             self.left = "SIGPIPE"
             output.silence()
-            say(f"nobody reads the output any more: {SAVED_FIRST}")
+            why = "nobody reads the output any more"
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                why = f"the output cannot be written ({error.strerror})"
+            say(f"{why}: {ENDING}")
 
 
 def say(text: str) -> None:
@@ -298,11 +305,13 @@ def interruptible() -> Iterator[Callable[[], str | None]]:
     def note(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if names:
+            say(f"{name} again: left at once; what came after the last save is lost")
             os._exit(EXIT_CODES[name])
         if not asked:
+            say(f"{name}: ended before the first step")
             raise SystemExit(EXIT_CODES[name])
         names.append(name)
-        say(f"{name}: {SAVED_FIRST}; a second one leaves at once")
+        say(f"{name}: {ENDING}; a second one leaves at once")
 
     def name() -> str | None:
         nonlocal asked
