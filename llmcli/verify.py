@@ -12,7 +12,6 @@ from torch import Tensor
 
 from llmcli import checkpoint
 from llmcli.errors import CheckpointError, LlmcliError
-from llmcli.tying import Request, Side
 
 TOLERANCE = 1e-3
 """The largest difference of logits, as a share of the largest logit (or of 1), that rounding explains."""
@@ -22,24 +21,28 @@ WITHOUT = "There is nothing to compare with: leave out --verify."
 
 
 class Verification(msgspec.Struct, frozen=True):
-    """How far apart the two are. `remarks` is what transformers itself said of the checkpoint."""
+    """How far apart the two are. `remarks` is what transformers itself said of the checkpoint.
+
+    `written`: both read what was written, because something else was asked for than the source holds. Two that give
+    only zeros do not agree: nothing could differ.
+    """
 
     max_difference: float
+    tolerance: float
     max_logit: float
     tokens: int
     agrees: bool
     remarks: tuple[str, ...]
+    written: bool = False
 
 
-def verify(
-    source: Path, against: Path | None = None, *, tie: Request = "auto", keep: Side | None = None
-) -> Verification:
+def verify(source: Path, against: Path | None = None) -> Verification:
     """Compare the logits of `source`, loaded here, with those of transformers' model of `against` (or of the same).
 
     Raises LlmcliError where transformers is not installed, CheckpointError where it cannot load the checkpoint.
     """
     against = against or source
-    model, _ = checkpoint.load(source, dtype=torch.float32, tie=tie, keep=keep)
+    model, _ = checkpoint.load(source, dtype=torch.float32)
     theirs, remarks = _transformers_model(against if against.is_dir() else against.parent)
     length = min(TOKENS, model.config.max_position_embeddings)
     ids = torch.randint(model.config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
@@ -54,7 +57,9 @@ def verify(
         raise CheckpointError(f"{against}: {shapes}", "The two read the config differently.")
     largest = float(ours.abs().max())
     difference = float((ours - other).abs().max())
-    return Verification(difference, largest, length, difference <= TOLERANCE * max(1.0, largest), remarks)
+    tolerance = TOLERANCE * max(1.0, largest)
+    agrees = difference <= tolerance and largest > 0
+    return Verification(difference, tolerance, largest, length, agrees, remarks)
 
 
 def _transformers_model(folder: Path) -> tuple[Any, tuple[str, ...]]:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -424,12 +425,39 @@ def test_verify_compares_with_transformers(folders: dict[tuple[str, bool], Path]
     assert code == 0 and re.search(r"verified +largest difference of logits from transformers \d", out)
 
 
+def test_verify_compares_like_with_like(folders: dict[tuple[str, bool], Path], load: Shell, tmp_path: Path) -> None:
+    folder = folders["llama", False]
+    whole = load.report(folder, "--verify", "--out", tmp_path / "whole")["verify"]
+    assert whole["tolerance"] == pytest.approx(1e-3 * max(1, whole["max_logit"])) and not whole["written"]
+    # bfloat16 moves the logits by more than the tolerance; that is no fault of who reads them.
+    code, out, _ = load(folder, "--verify", "--dtype", "bfloat16", "--out", tmp_path / "half", "--json")
+    found = json.loads(out)["verify"]
+    ids = torch.randint(load_model(folder).config.vocab_size, (2, 48), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        half, ours = (load_model(path, dtype="float32")(ids) for path in (tmp_path / "half", folder))
+    assert (half - ours).abs().max() > found["tolerance"] > found["max_difference"]
+    assert code == 0 and found["written"] and found["max_logit"] == pytest.approx(float(half.abs().max()))
+    for changed in (["--tie", "tie", "--keep", "input"], ["--tie", "untie"]):
+        report = load.report(folder, "--verify", *changed, "--out", tmp_path / changed[1])
+        assert report["verify"]["written"] and report["verify"]["agrees"]
+        assert "has the checkpoint as it is" in load.refusal(folder, "--verify", *changed, code=2)
+
+
+def test_verify_of_nothing_but_zeros_verifies_nothing(
+    folders: dict[tuple[str, bool], Path], load: Shell, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(folders["llama", False], tmp_path / "x")
+    bent.put(folder, {name: torch.zeros_like(value) for name, value in bent.read(folder).items()})
+    code, out, err = load(folder, "--verify")
+    assert code == 1 and "not verified" in out and "every logit is 0" in err
+
+
 def test_verify_fails_where_the_two_differ(straight: bent.Straight, load: Shell, tmp_path: Path) -> None:
     bend = next(bend for bend in bent.BENDS if bend.name == "module. in front")
     folder = straight.bent(bend, tmp_path / "x")
     code, out, err = load(folder, "--verify", "--json")
     report = json.loads(out)
-    assert code == 1 and report["verify"]["agrees"] is False and "differ by" in err
+    assert code == 1 and report["verify"]["agrees"] is False and "differ by" in err and "said of it is above" in err
     assert any("missing keys" in warning for warning in report["warnings"])
     # What is written from it is what transformers reads rightly.
     assert load.report(folder, "--verify", "--out", tmp_path / "clean")["verify"]["agrees"]

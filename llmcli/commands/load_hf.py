@@ -91,7 +91,7 @@ def run(
     """
     from llmcli import targets
 
-    _refuse_combinations(out, check, verify, dtype, head, shard_size, force)
+    _refuse_combinations(out, check, verify, tie, keep, dtype, head, shard_size, force)
     verification: Verification | None = None
     warnings: list[str] = []
     if check:
@@ -105,7 +105,10 @@ def run(
         if verify:
             from llmcli.verify import verify as compare
 
-            verification = compare(path, out, tie=tie, keep=keep)
+            if out and (dtype or tie != "auto" or keep):  # the source holds something else
+                verification = msgspec.structs.replace(compare(out), written=True)
+            else:
+                verification = compare(path, out)
     report = summary(plan, warnings, out, verification)
     if as_json or _apart():  # the report goes elsewhere: what matters is said here
         for warning in report.warnings:
@@ -114,9 +117,16 @@ def run(
     if verification and not verification.agrees:
         from llmcli.errors import CheckpointError
 
+        if verification.max_logit == verification.max_difference == 0:
+            raise CheckpointError(
+                "every logit is 0, llmcli's and transformers': nothing was verified",
+                "See which tensors hold only zeros: inspect --full.",
+            )
+        said = "; what transformers said of it is above" if verification.remarks else ""
         raise CheckpointError(
-            f"llmcli's logits and transformers' differ by {verification.max_difference:.3g}",
-            "One of the two reads the checkpoint wrongly; what transformers said of it is above.",
+            f"llmcli's logits and transformers' differ by {verification.max_difference:.3g}, "
+            f"more than the {verification.tolerance:.3g} that rounding explains",
+            f"One of the two reads the checkpoint wrongly{said}.",
         )
     return int(bool(warnings))
 
@@ -130,7 +140,15 @@ def _apart() -> bool:
 
 
 def _refuse_combinations(
-    out: Path | None, check: bool, verify: bool, dtype: str | None, head: str, shard_size: str | None, force: bool
+    out: Path | None,
+    check: bool,
+    verify: bool,
+    tie: Tie,
+    keep: Keep,
+    dtype: str | None,
+    head: str,
+    shard_size: str | None,
+    force: bool,
 ) -> None:
     from llmcli.errors import UsageError
 
@@ -141,6 +159,13 @@ def _refuse_combinations(
     for option, given in {"--out": out is not None, "--verify": verify, "--dtype": dtype is not None}.items():
         if check and given:
             raise UsageError(f"--check reads no weights, {option} needs them", "Leave one of them out.")
+    changes = {f"--tie {tie}": tie != "auto", f"--keep {keep}": keep is not None}
+    for option, given in changes.items():
+        if verify and given and out is None:
+            raise UsageError(
+                f"{option}: --verify compares with transformers, which has the checkpoint as it is",
+                "Add --out DIR: what is written is then compared.",
+            )
 
 
 def _refuse_target(source: Path, out: Path, force: bool) -> None:
@@ -271,10 +296,12 @@ def view(report: Report, notes: Iterable[str] = (), problems: Iterable[str] = ()
         row(*(("problem", text, "red") if text in problems else ("warning", text, "yellow")))
     if report.verify:
         found = report.verify
+        both = "; both read what was written" if found.written else ""
+        label = "verified" if found.agrees else "differs" if found.max_logit or found.max_difference else "not verified"
         row(
-            "verified" if found.agrees else "differs",
-            f"largest difference of logits from transformers {found.max_difference:.3g} "
-            f"(largest logit {found.max_logit:.3g}, {found.tokens:,} positions)",
+            label,
+            f"largest difference of logits from transformers {found.max_difference:.3g}, "
+            f"tolerated {found.tolerance:.3g} (largest logit {found.max_logit:.3g}, {found.tokens:,} positions, float32{both})",
             "green" if found.agrees else "red",
         )
     if report.out:
