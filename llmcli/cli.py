@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import pkgutil
@@ -109,12 +110,21 @@ def _where_to_look(error: Any, arguments: list[str]) -> str:
     return f"{f'Write {option} {known[0]}. ' if any(known) else ''}See llmcli {command} --help."
 
 
+def require_folder() -> None:
+    """Raise UsageError where the current folder was removed: libraries fail there in ways of their own."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("the current folder no longer exists", "Go to another one: cd DIR.") from None
+
+
 def run(arguments: list[str]) -> int:
     """Run one command line and return its exit code; nothing but a message ever reaches the user."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal that cannot show a character gets its escape, not a crash
             stream.reconfigure(errors="backslashreplace")
     try:
+        require_folder()
         code: Any = make_app()(arguments, prog_name="llmcli", standalone_mode=False)
         sys.stdout.flush()
         if code == INTERRUPTED and _interrupts:
@@ -129,13 +139,21 @@ def run(arguments: list[str]) -> int:
     except BrokenPipeError:  # the reader has seen enough
         output.silence()
         return 0
+    except SystemExit as leaving:
+        if not isinstance(leaving.__context__, BrokenPipeError):
+            raise
+        output.silence()  # rich printed, and leaves so
+        return 0
     except OSError as error:
         if error.filename is None:  # a write to stdout: what is still buffered would fail again
             output.silence()
-        where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+        named = isinstance(error.filename, str | bytes)
+        written = not named and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EBADF, errno.EIO)
+        where = f"{os.fsdecode(error.filename)}: " if named else "standard output: " if written else ""
         said = error.strerror or str(error)
-        kind = UsageError if where and misplaced(error) else LlmcliError
-        output.error(kind(where + said, "Check the path, its permissions and the disk's free space."))
+        kind = UsageError if named and misplaced(error) else LlmcliError
+        hint = "Send it elsewhere." if written else "Check the path, its permissions and the disk's free space."
+        output.error(kind(where + said, hint))
         return kind.exit_code
     except UnicodeEncodeError as error:  # a name that is not UTF-8, where text is needed
         output.error(UsageError(f"{error.object!r}: not UTF-8 text", "Rename the file, or spell the word in UTF-8."))

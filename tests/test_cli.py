@@ -189,7 +189,9 @@ def test_a_locale_without_utf8_is_no_obstacle() -> None:
     assert "46,702,792,704" in result.stdout
 
 
-@pytest.mark.parametrize(("end", "code", "said"), [(">&-", 0, ""), ("2>&-", 0, ""), (">/dev/full", 1, "No space left")])
+@pytest.mark.parametrize(
+    ("end", "code", "said"), [(">&-", 0, ""), ("2>&-", 0, ""), (">/dev/full", 1, "standard output: No space left")]
+)
 def test_a_closed_or_full_output_is_no_fault_of_ours(end: str, code: int, said: str) -> None:
     run = f"{sys.executable} -m llmcli count-params gpt2 --json {end}"
     result = subprocess.run(["bash", "-c", run], capture_output=True, text=True, timeout=60)

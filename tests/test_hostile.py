@@ -350,6 +350,8 @@ def shell(line: str, here: Path, **environment: str) -> subprocess.CompletedProc
 @pytest.mark.parametrize(
     ("line", "codes"),
     [
+        ("llmcli --help | head -1", (0,)),
+        ("llmcli train --help | head -1", (0,)),
         ("llmcli presets | head -1", (0, 141)),
         ("llmcli count-params good --by tensor --json | head -c 1", (0, 141)),
         ("llmcli generate good Once -n 40 | head -c 1", (0, 141)),
@@ -368,6 +370,14 @@ def test_streams_may_be_closed_full_or_garbage(line: str, codes: tuple[int, ...]
     assert done.returncode in codes, done.stderr[-800:]
     for word in (b"Traceback", b"fault in llmcli", b"Exception ignored"):
         assert word not in done.stderr, done.stderr[-800:]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a folder in use cannot be removed there")
+@pytest.mark.parametrize("line", ["presets", "generate {here}/good Once", "train --out run"])
+def test_a_current_folder_that_was_removed_is_said_to_be(line: str, here: Path) -> None:
+    done = shell(f"mkdir gone && cd gone && rmdir ../gone && llmcli {line.format(here=here)}", here)
+    assert done.returncode == 2
+    assert done.stderr.decode().splitlines()[0] == "error: the current folder no longer exists"
 
 
 @pytest.mark.parametrize("line", ["nearest-tokens good '#200' -k 3", "logits good Éa -k 3", "inspect good"])
