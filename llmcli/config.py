@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import msgspec
 from msgspec import Meta
 
-from llmcli.errors import ConfigError, LlmcliError, UsageError
+from llmcli.errors import ConfigError, LlmcliError, UsageError, remedy
 
 # A size beyond these bounds is a typing error, not a model: the largest public decoders stay far below them.
 Size = Annotated[int, Meta(ge=1, le=100_000_000)]
@@ -198,7 +198,7 @@ def read_table(path: Path) -> dict[str, Any]:
             raise ConfigError(f"{path}: {size:,} bytes are too many for a configuration", WRITING)
         raw = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})", "Check the path and its permissions.") from None
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})", remedy(error)) from None
     try:
         text = raw.decode("utf-8-sig")
         table = msgspec.toml.decode(text) if path.suffix == ".toml" else json.loads(text)

@@ -32,11 +32,11 @@ TABLES = (".parquet",)
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 KINDS = f"{', '.join((*PLAIN, *LINES, *TABLES))}, also with {', '.join(COMPRESSED)}"
 
+CONVERT = "Convert it to UTF-8, for example: iconv -f latin1 -t utf-8."
 ENCODING = (
-    "Convert it to UTF-8, for example with iconv; where it is trained on, its encoding can be named "
-    "(cp1252, latin-1, utf-16, ...): train --set data.encoding=..., train-tokenizer --encoding ..."
+    "Or name its encoding (cp1252, latin-1, utf-16-le): train --set data.encoding=..., train-tokenizer --encoding ..."
 )
-NO_TEXT = f"Give a file of text. If it is UTF-16 without a mark (utf-16-le, utf-16-be): {ENCODING}."
+UTF_16 = "Give a file of text. If it is UTF-16 without a mark, convert it: iconv -f utf-16le -t utf-8."
 FIELD = "in training --set data.field=..., elsewhere --field"
 
 _MARKS = (  # UTF-32's mark begins with UTF-16's: the longer ones come first
@@ -60,7 +60,7 @@ class Corpus(msgspec.Struct, frozen=True):
 
     files: tuple[Path, ...] = ()
     field: str = "text"
-    encoding: str = "auto"
+    encoding: str | None = None
 
     def pieces(self) -> Iterator[Piece]:
         """All documents in order, those without text left out. Raises DataError naming the file and the place."""
@@ -86,12 +86,13 @@ def embedded() -> str:
     return "\n\n".join(text.strip() for _, text in sorted(topics.items())) + "\n"
 
 
-def find(paths: str | Iterable[str] | None, field: str = "text", encoding: str = "auto") -> Corpus:
+def find(paths: str | Iterable[str] | None, field: str = "text", encoding: str | None = None) -> Corpus:
     """The files that paths, folders (searched to their leaves) and patterns name, in a fixed order.
 
+    `encoding` None is "auto" of a caller who has no option for it: no refusal then speaks of one.
     Raises UsageError for what does not exist and for an unknown encoding, DataError for a folder without text.
     """
-    if encoding != "auto":
+    if encoding not in (None, "auto"):
         try:
             codecs.lookup(encoding)
         except LookupError:
@@ -134,7 +135,7 @@ def _kind(path: Path) -> str:
     return name.suffix.lower()
 
 
-def read(path: Path, field: str = "text", encoding: str = "auto") -> Iterator[Piece]:
+def read(path: Path, field: str = "text", encoding: str | None = None) -> Iterator[Piece]:
     """The documents of one file. Raises DataError naming the file, and the byte or line at which it is wrong."""
     kind = _kind(path)
     if kind in TABLES:
@@ -208,12 +209,12 @@ def _chunks(path: Path) -> Iterator[bytes]:
         raise unreadable(path, error, DataError) from None
 
 
-def _text(path: Path, encoding: str) -> Iterator[str]:
+def _text(path: Path, encoding: str | None) -> Iterator[str]:
     """A file's text with `\\n` for newlines. Offsets in errors count the (uncompressed) bytes from 0."""
     chunks = _chunks(path)
     first = next(chunks, b"")
     mark, known = next(((mark, name) for mark, name in _MARKS if first.startswith(mark)), (b"", "utf-8"))
-    name = known if encoding == "auto" else encoding
+    name = known if encoding in (None, "auto") else encoding
     if codecs.lookup(name).name in (known, known[:-3]):  # a mark is skipped where the encoding is the mark's own
         first, offset = first[len(mark) :], len(mark)
         name = known
@@ -221,6 +222,9 @@ def _text(path: Path, encoding: str) -> Iterator[str]:
         offset = 0
     decoder = codecs.getincrementaldecoder(name)()
     newlines = io.IncrementalNewlineDecoder(None, translate=True)
+
+    def hint(what: str) -> str:
+        return what if encoding is None else f"{what} {ENCODING}"
 
     def decode(chunk: bytes, final: bool) -> str:
         nonlocal offset
@@ -230,12 +234,12 @@ def _text(path: Path, encoding: str) -> Iterator[str]:
         except UnicodeDecodeError as error:
             place = offset - pending + error.start
             if b"\0" in error.object[: error.start]:
-                raise DataError(f"{path}: not text (it holds zero bytes)", NO_TEXT) from None
+                raise DataError(f"{path}: not text (it holds zero bytes)", hint(UTF_16)) from None
             byte = f"byte {error.object[error.start]:#04x} at offset {place:,}"
-            raise DataError(f"{path}: not {name.upper()} text ({byte})", f"{ENCODING}.") from None
+            raise DataError(f"{path}: not {name.upper()} text ({byte})", hint(CONVERT)) from None
         if "\0" in text:
             place = offset - pending + len(text[: text.index("\0")].encode(name, "replace"))
-            raise DataError(f"{path}: not text (a zero byte at offset {place:,})", NO_TEXT)
+            raise DataError(f"{path}: not text (a zero byte at offset {place:,})", hint(UTF_16))
         offset += len(chunk)
         return newlines.decode(text, final)
 
@@ -245,7 +249,7 @@ def _text(path: Path, encoding: str) -> Iterator[str]:
     yield decode(b"", True)
 
 
-def _lines(path: Path, field: str, encoding: str) -> Iterator[str]:
+def _lines(path: Path, field: str, encoding: str | None) -> Iterator[str]:
     rest, number = "", 0
     for chunk in _text(path, encoding):
         *lines, rest = (rest + chunk).split("\n")

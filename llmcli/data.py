@@ -17,7 +17,7 @@ import numpy.typing as npt
 from llmcli import corpus, tokenizer
 from llmcli.config import DataConfig
 from llmcli.corpus import Corpus, Piece, Survey
-from llmcli.errors import DataError, UsageError
+from llmcli.errors import DataError, UsageError, remedy
 from llmcli.events import Progress, Source
 from llmcli.tokenizer import Tokenizer
 
@@ -242,7 +242,7 @@ class _new_folder:
 
     def _refused(self, error: OSError) -> DataError:
         what = f"{self.folder}: cannot be written ({error.strerror or error})"
-        return DataError(what, "Set XDG_CACHE_HOME to a folder with room.")
+        return DataError(what, remedy(error, "Set XDG_CACHE_HOME to another folder."))
 
 
 def _tokenise(

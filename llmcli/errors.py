@@ -61,21 +61,36 @@ def misplaced(error: OSError) -> bool:
     return error.errno in (*_NOTHING_THERE, errno.EISDIR, errno.EEXIST)
 
 
-def unreadable(
-    path: Path, error: OSError, kind: type[LlmcliError], hint: str = "Check the file and its permissions."
-) -> LlmcliError:
+def remedy(error: OSError, otherwise: str = "") -> str:
+    """The hint of what the system refuses, by its reason: permissions, or room; `otherwise` is what helps too."""
+    first = {
+        errno.EACCES: "Check the permissions",
+        errno.EPERM: "Check the permissions",
+        errno.EROFS: "It is on a file system that is read-only: choose another place",
+        errno.ENOSPC: "Make room on the disk",
+        errno.EDQUOT: "Make room: the quota is used up",
+    }.get(error.errno or 0)
+    if first is None:
+        return otherwise or "Check the path."
+    return f"{first}, or {otherwise[0].lower()}{otherwise[1:]}" if otherwise else f"{first}."
+
+
+def unreadable(path: Path, error: OSError, kind: type[LlmcliError], hint: str = "") -> LlmcliError:
     """The refusal of a path that was given to be read: a UsageError where it cannot be meant, else a `kind`."""
     if not misplaced(error):
-        return kind(f"{path}: cannot be read ({error.strerror or error})", hint)
+        return kind(f"{path}: cannot be read ({error.strerror or error})", remedy(error, hint))
     what = "no such file or folder" if error.errno in _NOTHING_THERE else "a folder, not a file"
     return UsageError(f"{path}: {what}", "Check the path, or give another.")
 
 
 def unwritable(path: Path, error: OSError, kind: type[LlmcliError], hint: str) -> LlmcliError:
-    """The refusal of a path that was given to be written: a UsageError where it cannot be meant, else a `kind`."""
+    """The refusal of a path that was given to be written: a UsageError where it cannot be meant, else a `kind`.
+
+    `hint` is what helps whatever the reason is ("Choose another folder."); `remedy` puts the reason's own before it.
+    """
     folder = path.absolute().parent
     if not misplaced(error) or (error.errno == errno.ENOENT and folder.is_dir()):
-        return kind(f"{path}: cannot be written ({error.strerror or error})", hint)
+        return kind(f"{path}: cannot be written ({error.strerror or error})", remedy(error, hint))
     if error.errno == errno.ENOENT:
         return UsageError(f"{path}: there is no folder {folder}", "Make it first.")
     what = {errno.EISDIR: "a folder, not a file", errno.ENAMETOOLONG: "the name is too long"}

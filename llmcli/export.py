@@ -51,7 +51,7 @@ def export(
                     words.write(f"{spellings[id]} {' '.join(numbers)}\n")
                 progress(len(some))
     except OSError as error:
-        raise unwritable(folder, error, LlmcliError, "Choose another folder, or make room.") from None
+        raise unwritable(folder, error, LlmcliError, "Choose another folder.") from None
     return Export(len(ids), rows.matrix.width, tuple(str(path) for path in files))
 
 

@@ -112,7 +112,7 @@ def _save(figure: Figure, path: Path) -> None:
         finally:
             aside.unlink(missing_ok=True)
     except OSError as error:
-        raise unwritable(path, error, LlmcliError, "Check the folder's permissions and space.") from None
+        raise unwritable(path, error, LlmcliError, "Choose another place.") from None
 
 
 def _umask() -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 from llmcli import checkpoint, compute, distributed, tensors
 from llmcli.config import Recipe
 from llmcli.distributed import Processes
-from llmcli.errors import CheckpointError, LlmcliError, TrainingError, UsageError, unwritable
+from llmcli.errors import CheckpointError, LlmcliError, TrainingError, UsageError, remedy, unwritable
 from llmcli.events import METRICS
 from llmcli.model import Decoder
 
@@ -83,7 +83,9 @@ def resumable(old: State, new: State, processes: int, out: Path, notes: list[str
     """
     anew = f"To start anew from these weights: --init-from {out / 'last'} --out another folder."
     if old.tokenizer != new.tokenizer:
-        raise TrainingError(f"{out}: the run has another tokenizer than this recipe", anew)
+        sizes = [state.recipe.model.vocab_size for state in (old, new)]
+        said = f": its vocabulary has {sizes[0]:,} tokens, the recipe's {sizes[1]:,}" if sizes[0] != sizes[1] else ""
+        raise TrainingError(f"{out}: the run has another tokenizer than this recipe{said}", anew)
     if old.data != new.data:
         raise TrainingError(
             f"{out}: the run was trained on another text than this recipe's (its content differs)", anew
@@ -242,6 +244,5 @@ def clean_metrics(path: Path, step: int) -> None:
         aside.replace(path)
     except OSError as error:
         aside.unlink(missing_ok=True)
-        raise TrainingError(
-            f"{path}: cannot be written ({error.strerror})", "Make room for it; nothing was changed."
-        ) from None
+        what = f"{path}: cannot be written ({error.strerror}); nothing was changed"
+        raise TrainingError(what, remedy(error)) from None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from llmcli.errors import CheckpointError, clip, listing
+from llmcli.errors import CheckpointError, clip, listing, remedy
 
 # numpy is imported where values are read: checking headers must cost neither its time nor its memory.
 if TYPE_CHECKING:
@@ -111,9 +111,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
                 )
             raw = file.read(length)
     except OSError as error:
-        raise CheckpointError(
-            f"{path}: cannot be read ({error.strerror})", "Check the path and its permissions."
-        ) from None
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})", remedy(error)) from None
     return parse_header(raw, path, size)
 
 
@@ -128,6 +126,12 @@ def _refuse_other_formats(first: bytes, path: Path) -> None:
         )
     if first[:4] == b"PK\x03\x04" or first[:2] in (b"\x80\x02", b"\x80\x04"):
         raise CheckpointError(f"{path}: a PyTorch pickle under another name", "Give it the ending .bin.")
+    if (
+        first.lstrip()[:1] in (b"{", b"[")
+        and first.isascii()
+        and all(byte >= 32 or byte in b"\t\n\r" for byte in first)
+    ):
+        raise CheckpointError(f"{path}: JSON text, not weights", f"Give its folder: {path.parent}.")
     if first[:4] == b"GGUF":
         raise CheckpointError(f"{path}: a GGUF file", "llmcli reads safetensors; get the original checkpoint.")
 
@@ -278,7 +282,7 @@ def read_rows(info: TensorInfo, start: int, stop: int) -> bytes:
             file.seek(info.start + start * width)
             raw = file.read((stop - start) * width)
     except OSError as error:
-        raise CheckpointError(f"{info.file}: cannot be read ({error.strerror})", "Check its permissions.") from None
+        raise CheckpointError(f"{info.file}: cannot be read ({error.strerror})", remedy(error)) from None
     if len(raw) != (stop - start) * width:
         raise CheckpointError(f"{info.file}: is shorter than it was", "It changed while it was being read.")
     return raw

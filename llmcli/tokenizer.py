@@ -21,7 +21,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from llmcli.errors import TokenizerError
+from llmcli.errors import TokenizerError, remedy
 
 END_OF_TEXT = "<|endoftext|>"
 UNKNOWN = "<unk>"
@@ -395,7 +395,7 @@ def load(path: str | Path) -> Tokenizer:
         looked = "tokenizer.json, vocab.json with merges.txt, or tokenizer.model"
         raise TokenizerError(
             f"{path}: no tokenizer there (looked for {looked})",
-            "Give the folder that holds one. (generate, logits and trace can do without: --ids 1,2,3 for text.)",
+            f"Copy the tokenizer's files into {folder}. (generate, logits and trace can do without: --ids 1,2,3.)",
         )
     config = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
     if name in ("vocab.json", "merges.txt"):
@@ -471,9 +471,7 @@ def _read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise TokenizerError(
-            f"{path}: cannot be read ({error.strerror})", "Check the file and its permissions."
-        ) from None
+        raise TokenizerError(f"{path}: cannot be read ({error.strerror})", remedy(error)) from None
 
 
 def _damaged(path: Path, why: object) -> TokenizerError:

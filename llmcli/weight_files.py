@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from llmcli.errors import CheckpointError, clip, listing
+from llmcli.errors import CheckpointError, clip, listing, remedy
 from llmcli.tensors import TensorInfo, read_header
 
 MAX_INDEX = 64_000_000
@@ -67,7 +67,7 @@ def find_files(path: Path) -> Files:
     try:
         return _find_files(path)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})", "Check its permissions.") from None
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})", remedy(error)) from None
 
 
 def _find_files(path: Path) -> Files:
@@ -117,7 +117,7 @@ def inside(folder: Path, name: str) -> Path | None:
             return None
         linked, root, target = path.is_symlink(), folder.resolve(), path.resolve()
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})", "Check its permissions.") from None
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})", remedy(error)) from None
     if linked:
         blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else None
         if not target.is_relative_to(root) and target.parent != blobs:
@@ -159,7 +159,7 @@ def _index_table(index: Path) -> dict[str, msgspec.Raw]:
             raise CheckpointError(f"{index}: {size:,} bytes are too many for an index", "Get it again.")
         return _INDEX.decode(index.read_bytes())
     except OSError as error:
-        raise CheckpointError(f"{index}: cannot be read ({error.strerror})", "Check its permissions.") from None
+        raise CheckpointError(f"{index}: cannot be read ({error.strerror})", remedy(error)) from None
     except (ValueError, RecursionError):
         raise CheckpointError(f"{index}: not a JSON table", "Get it again.") from None
 

@@ -562,6 +562,11 @@ def test_what_cannot_be_is_refused(
     assert shown.out == "" and said in shown.err and "hint" in shown.err
 
 
+def test_an_empty_stop_text_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["generate", str(folder), "x", "--stop", "y", "--stop", ""]) == 2
+    assert "--stop '': an empty text ends nothing" in capsys.readouterr().err
+
+
 def test_past_the_trained_length_there_is_a_warning(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["generate", str(folder), "x" * 60, "-n", "4"]) == 0
     assert "warning" not in capsys.readouterr().err
@@ -697,10 +702,10 @@ def test_nobody_who_does_not_ask_gets_more_than_the_model_was_trained_for(
     checkpoint.save(wild(), tmp_path / "made")  # rotary positions, trained for 64
     assert cli.run(["generate", str(tmp_path / "made"), "--ids", "1,2,3", "--seed", "1", "--json"]) == 0
     said = capsys.readouterr()
-    assert len(json.loads(said.out)["ids"]) == 61 and "fray" not in said.err
+    assert len(json.loads(said.out)["ids"]) == 61 and "get worse" not in said.err
     assert cli.run(["generate", str(tmp_path / "made"), "--ids", "1,2,3", "--seed", "1", "--json", "-n", "70"]) == 0
     said = capsys.readouterr()
-    assert len(json.loads(said.out)["ids"]) == 70 and "expect the text to fray" in said.err
+    assert len(json.loads(said.out)["ids"]) == 70 and "expect the text to get worse" in said.err
 
 
 @pytest.mark.parametrize("as_json", [[], ["--json"]])

@@ -178,5 +178,19 @@ def test_a_tokenizer_of_more_tokens_than_the_model_has_rows_is_refused_by_both_s
 
 def test_the_command_refuses_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hf.make("llama", tmp_path, tie_word_embeddings=True)
-    assert cli.run(["gradient-report", str(tmp_path), "--text", "a"]) == 2
-    assert "tokenizer" in capsys.readouterr().err
+    assert cli.run(["gradient-report", str(tmp_path), "--text", "a"]) == 1
+    said = capsys.readouterr().err
+    assert "no tokenizer there" in said and f"Copy the tokenizer's files into {tmp_path}." in said
+
+
+@pytest.mark.parametrize("command", [["gradient-report", "--text"], ["logits"]])
+def test_a_text_longer_than_the_model_was_trained_for_is_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    checkpoint.save(bare(vocab_size=257, max_position_embeddings=8), tmp_path)
+    tokenizer.bytes_tokenizer().save(tmp_path)
+    assert cli.run([command[0], str(tmp_path), *command[1:], "x" * 8]) == 0
+    assert "warning" not in capsys.readouterr().err
+    assert cli.run([command[0], str(tmp_path), *command[1:], "x" * 9]) == 0
+    said = capsys.readouterr().err
+    assert "9 tokens are more than the 8 the model was trained for: expect what it predicts to get worse" in said

@@ -116,6 +116,9 @@ def test_a_header_that_does_not_describe_its_data_is_refused(tmp_path: Path, ben
         (b"PK\x03\x04" + b"\0" * 60, "PyTorch pickle"),
         (b"\x80\x02}q\x00." + b"\0" * 60, "PyTorch pickle"),
         (b"GGUF" + b"\0" * 60, "GGUF"),
+        (b'{"model_type": "gpt2"}', "JSON text, not weights"),
+        (b'\n{\n  "model_type": "gpt2"}', "JSON text, not weights"),
+        (b'{"a":1}\x01', "claims"),
         (b"<!DOCTYPE html><html></html>", "claims"),
     ],
 )

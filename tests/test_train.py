@@ -399,7 +399,7 @@ def test_settings_that_changed_are_noted_and_the_rest_goes_on(text: Path, tmp_pa
     "change, what",
     [
         ({"text": TEXT + "more"}, "another text"),
-        ({"tokenizer": "char"}, "another tokenizer"),
+        ({"tokenizer": "char"}, "another tokenizer than this recipe: its vocabulary has 257 tokens, the recipe's 32"),
         ({"model": {**MODEL, "num_layers": 1}}, "num_layers 2 is now 1"),
         ({"model": {**MODEL, "tie_word_embeddings": False}}, "tie_word_embeddings"),
         ({"model": {**MODEL, "rope_theta": 500.0}}, "rope_theta"),

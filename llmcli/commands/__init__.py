@@ -188,13 +188,14 @@ def open_model(
     return model, plan
 
 
-def warn_of_length(model: Decoder, length: int) -> None:
+def warn_of_length(model: Decoder, read: int, new: int = 0) -> None:
     """Rotary positions go on past those the model was trained on; the text rarely does."""
     from llmcli.output import warn
 
     trained = model.config.max_position_embeddings
-    if model.position_embeddings is None and length > trained:
+    if model.position_embeddings is None and read + new > trained:
+        what, expected = ("tokens, prompt and new ones,", "the text") if new else ("tokens", "what it predicts")
         warn(
-            f"{length:,} tokens, prompt and new ones, are more than the {trained:,} the model was trained for: "
-            "expect the text to fray"
+            f"{read + new:,} {what} are more than the {trained:,} the model was trained for: "
+            f"expect {expected} to get worse"
         )

@@ -63,7 +63,7 @@ def run(runs: Runs, plot: Plot = None, csv: Csv = None, as_json: AsJson = False)
         try:
             csv.write_text(curves.as_csv(read[0]), encoding="utf-8")
         except OSError as error:
-            raise unwritable(csv, error, LlmcliError, "Choose another place, or make room.") from None
+            raise unwritable(csv, error, LlmcliError, "Choose another place.") from None
     if as_json:
         found = [summary(curve) for curve in read]
         emit(found[0] if len(found) == 1 else found, lambda _: "", as_json)

@@ -123,6 +123,8 @@ def run(
     """
     if sum(given is not None for given in (prompt, prompt_file, ids)) > 1:
         raise UsageError("more than one prompt: an argument, --prompt-file and --ids", "Give one of them.")
+    if "" in (stop or ()):
+        raise UsageError("--stop '': an empty text ends nothing", "Give the text to end before, or leave --stop out.")
     talking = prompt is None and prompt_file is None and ids is None and sys.stdin.isatty() and not as_json
     given = None if talking else given_ids(ids) if ids is not None else _given_text(prompt, prompt_file)
     from llmcli import targets
@@ -172,7 +174,7 @@ def _answer(
     streamed = num_samples == 1 and not as_json
     if streamed and sys.stdout.isatty() and tokenizer is not None:
         output.paint(tokenizer.decode(prompt_ids), "dim")
-    warn_of_length(model, len(prompt_ids) + sampling.max_new_tokens)
+    warn_of_length(model, len(prompt_ids), sampling.max_new_tokens)
     pieces = complete(model, tokenizer, [prompt_ids] * num_samples, sampling, stops=stops, use_cache=use_cache)
     if streamed:
         for piece in pieces:
@@ -241,7 +243,7 @@ def _given_text(prompt: str | None, file: Path | None) -> str:
             text = sys.stdin.buffer.read().decode("utf-8-sig")
         except UnicodeDecodeError as error:
             byte = f"byte {error.object[error.start]:#04x} at offset {error.start:,}"
-            raise DataError(f"stdin: not UTF-8 text ({byte})", "Convert it first, for example with iconv.") from None
+            raise DataError(f"stdin: not UTF-8 text ({byte})", corpus.CONVERT) from None
     else:
         return corpus.newline(prompt)
     return corpus.newline(text).removesuffix("\n")

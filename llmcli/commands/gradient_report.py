@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmcli.commands import AsJson, Checkpoint, Device, Keep, Offline, Revision, Tie, open_model
+from llmcli.commands import AsJson, Checkpoint, Device, Keep, Offline, Revision, Tie, open_model, warn_of_length
 from llmcli.output import Fit, emit, table
 
 if TYPE_CHECKING:
@@ -40,16 +40,14 @@ def run(
     import torch
 
     from llmcli import gradients, targets
-    from llmcli.errors import UsageError
     from llmcli.names import Names
 
     path = targets.find_checkpoint(checkpoint, revision=revision, offline=offline)
     model, _ = open_model(str(path), tie, keep, "float32", device=device)
     names = Names(path, model.config.vocab_size)
-    if not names.known:
-        raise names.unread or UsageError(f"{path}: there is no tokenizer beside the weights", "A text needs one.")
     ids = names.tokenizer.encode(text)
     names.check(ids)
+    warn_of_length(model, len(ids))
     spellings = [names.of(id) for id in range(model.config.vocab_size)]
     emit(gradients.report(model, torch.tensor([ids], device=device), spellings, k), view, as_json)
 

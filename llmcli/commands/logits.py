@@ -24,6 +24,7 @@ from llmcli.commands import (
     open_model,
     open_tokenizer,
     tokenizer_if_any,
+    warn_of_length,
 )
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def run(
         raise UsageError(f"--position {position}: the text has {len(read)} tokens", f"Choose from 0 to {most}.")
     candidates = [_candidate(coder, word) for word in why or ()]
     model = open_model(str(path), tie, keep, dtype, device=device)[0]
+    warn_of_length(model, len(read))
     found = list(predictions.predict(model, coder, read, top_k))
     place = -1 if position is None else position
     report = Report(

@@ -178,6 +178,12 @@ def run(
         row_range = row_range or slice(0, ROWS)
         column_range = column_range or slice(0, COLUMNS)
     result = _cut(lab, begun.id, place, stage, head, row_range or slice(None), column_range or slice(None))
+    shape = (*result.stage.shape, 1)[-2:] if len(result.stage.shape) == 1 else result.stage.shape[-2:]
+    for option, asked, (start, stop), count in zip(
+        ("--rows", "--columns"), (rows, columns), (result.rows, result.columns), shape, strict=True
+    ):
+        if asked is not None and start == stop and count:
+            raise _empty(option, asked, count)
     emit(result, view_slice, as_json)
 
 
@@ -196,7 +202,7 @@ def _as_far_as_it_goes(model: Decoder, read: int, new: int) -> int:
         raise UsageError(
             f"-n {new}: the recorded values would take {size(wanted)}, the most is {size(most)}", "Ask for fewer."
         )
-    warn_of_length(model, read + new)
+    warn_of_length(model, read, new)
     return new
 
 
@@ -235,7 +241,14 @@ def _range(option: str, text: str | None) -> slice | None:
         start, stop = parts
     except ValueError:
         raise UsageError(f"{option} {text}: not of the form A:B", f"For example: {option} 0:8") from None
+    if stop is not None and ((start or 0) < 0) == (stop < 0) and stop <= (start or 0):
+        raise _empty(option, text)
     return slice(start, stop)
+
+
+def _empty(option: str, text: str, count: int | None = None) -> UsageError:
+    what = option.strip("-").removesuffix("s") + ("" if count is None else f" of {count:,}")
+    return UsageError(f"{option} {text}: no {what} lies there", f"A:B is from A to B-1, for example: {option} 0:8")
 
 
 def _index(option: str, number: int, count: int) -> int:
