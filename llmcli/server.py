@@ -371,7 +371,8 @@ def listen(host: str, port: int | None) -> socket.socket:
         except OSError as error:
             listening.close()
             problem = error
-    raise UsageError(f"cannot listen on {host}, port {port}: {problem.strerror}", "Choose another --port or --host.")
+    at, others = (host, "--host") if port is None else (f"{host}, port {port}", "--port or --host")
+    raise UsageError(f"cannot listen on {at}: {problem.strerror}", f"Choose another {others}.")
 
 
 def address(listening: socket.socket, host: str) -> str:

@@ -846,6 +846,9 @@ def test_a_port_that_is_taken_is_said_before_the_model_is_read(
         monkeypatch.setattr(server, "PORT", port)
         with server.listen("127.0.0.1", None) as other:  # nobody asked for a port: any will do
             assert other.getsockname()[1] not in (0, port)
+    with pytest.raises(UsageError, match=r"^cannot listen on 192\.0\.2\.1: ") as caught:  # of an example network
+        server.listen("192.0.2.1", None)
+    assert caught.value.hint == "Choose another --host."
     assert cli.run(["lab", str(folders["tied"]), "--host", "no.such.host.invalid", "--no-browser"]) == 2
     assert cli.run(["lab", "/nowhere", "--port", "0", "--no-browser"]) == 2
 
