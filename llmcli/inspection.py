@@ -20,9 +20,23 @@ import msgspec
 
 from llmcli import families, params, targets, tensors, weight_files
 from llmcli.config import ModelConfig
-from llmcli.errors import CheckpointError, LlmcliError, UsageError
+from llmcli.errors import CheckpointError, LlmcliError, UsageError, listing
 from llmcli.hf_config import HfConfig
-from llmcli.mapping import EMBEDDING, HEAD, HEAD_BIAS, Match, canonical, grouped, left_alone, match, mismatches, ranges
+from llmcli.mapping import (
+    EMBEDDING,
+    HEAD,
+    HEAD_BIAS,
+    NUMBER,
+    Match,
+    canonical,
+    grouped,
+    left_alone,
+    match,
+    may_be_zero,
+    mismatches,
+    ranges,
+    resembled,
+)
 from llmcli.tensors import ReadRows, TensorInfo, read_rows
 from llmcli.tying import Decision, Evidence, Side, decide
 from llmcli.weight_files import Checkpoint
@@ -40,7 +54,6 @@ Role = Literal["model", "misshapen", "copy", "ignored", "left over", "unknown"]
 """What a tensor of the files is to the config's model: part of it, part of it in a wrong shape, an output matrix equal
 to a tied embedding, a buffer that nothing trains, or nothing; unknown without a config that can be read."""
 
-_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # between two dots: a layer's or an expert's, not that of ln_1
 _FLOATS = {"F64": "d", "F32": "f", "F16": "e", "BF16": "f"}  # with struct's letters
 
 
@@ -183,7 +196,8 @@ def inspect(
         notes += (*hf.notes, *hf.warnings)
     except LlmcliError as error:
         problems.append(_said(error))
-        notes += _resembles(checkpoint.infos)
+        if alike := resembled(checkpoint.infos):
+            notes.append(f"the tensors are named as those of {', '.join(alike)}")
     matched = None
     if hf:
         try:
@@ -205,6 +219,8 @@ def inspect(
         if found.non_finite:  # which matters where a model is made of them
             place = notes if roles.get(name) == "ignored" else problems
             place.append(f"{name} holds {found.non_finite:,} values that are not finite")
+    if hf and matched and (empty := _only_zeros(matched, values, hf.config.family)):
+        notes.append(f"nothing but zeros in {listing(grouped(empty), 8)}")
     matrices = _matrices(matched, checkpoint.cut, full=full, read=read) if matched and here else ()
     if not values:
         problems += [
@@ -440,6 +456,17 @@ def _all_values(checkpoint: Checkpoint, read: ReadRows, progress: Callable[[floa
     return result
 
 
+def _only_zeros(matched: Match, values: dict[str, Values], family: str) -> list[str]:
+    """The file's tensors that hold nothing but zeros, of those that should not."""
+    sound = {info.name for name, (_, info) in matched.found.items() if may_be_zero(name, family)}
+    infos = {info.name: info for _, info in matched.found.values()}
+    return [
+        name
+        for name, info in infos.items()
+        if name not in sound and name in values and 0 < prod(info.shape) == values[name].zeros
+    ]
+
+
 def _matrices(matched: Match, cut: frozenset[str], *, full: bool, read: ReadRows) -> tuple[MatrixHealth, ...]:
     sides: tuple[tuple[Side, str], ...] = (("input", EMBEDDING), ("output", HEAD))
     infos = [(side, matched.found[name][1]) for side, name in sides if name in matched.found]
@@ -467,25 +494,6 @@ def _layers(infos: dict[str, TensorInfo], family: str) -> set[int]:
     )
     found = (known.fullmatch(canonical(name)) for name in infos)
     return {int(next(filter(None, one.groups()))) for one in found if one}
-
-
-def _resembles(infos: dict[str, TensorInfo]) -> list[str]:
-    """Whose names these are, for a checkpoint without a config that says so."""
-    names = {_numberless(canonical(name)) for name in infos}
-    score: dict[str, int] = {}
-    for name in families.names():
-        table = families.get(name)
-        lines = (*table.weights, *table.alternatives)
-        known = {_numberless(canonical(weight.hf_name.format(i=0, e=0))) for weight in lines}
-        score[name] = len(names & known) - len(names - known)
-    best = max(score.values())
-    alike = [name for name, points in score.items() if points == best > 0]
-    return [f"the tensors are named as those of {', '.join(alike)}"] if alike else []
-
-
-def _numberless(name: str) -> str:
-    """A name without its numbers; of a table's line `hf_name.format(i=0, e=0)` is such a name."""
-    return _NUMBER.sub("", name)
 
 
 def _roles(matched: Match | None, tie: TieStatus | None) -> dict[str, Role]:
@@ -548,11 +556,11 @@ def fold(entries: Iterable[TensorEntry]) -> list[Folded]:
     """Tensors alike but for the layer and expert in their names, together in one line; order is kept."""
     groups: dict[tuple[tuple[str, ...], str, tuple[int, ...], Role, bool], list[TensorEntry]] = {}
     for entry in entries:
-        pieces = tuple(_NUMBER.split(entry.name))
+        pieces = tuple(NUMBER.split(entry.name))
         groups.setdefault((pieces, entry.dtype, entry.shape, entry.role, entry.cut), []).append(entry)
     folded = []
     for (pieces, *_), group in groups.items():
-        numbers = zip(*(_NUMBER.findall(entry.name) for entry in group), strict=True)
+        numbers = zip(*(NUMBER.findall(entry.name) for entry in group), strict=True)
         shown = [ranges(set(map(int, column))) for column in numbers]
         name = "".join(piece + number for piece, number in zip(pieces, [*shown, ""], strict=True))
         folded.append(Folded(name if len(group) > 1 else group[0].name, tuple(group)))

@@ -24,6 +24,8 @@ EMBEDDING, HEAD, HEAD_BIAS = "token_embeddings.weight", "output_projection.weigh
 _WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 # a model inside a model, in front of a name
 _BASES = {"model", "transformer", "language_model", "base_model"}
+NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
+"""In a name: between two dots, a layer's or an expert's, not that of ln_1."""
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _MOST_PARTS = 300_000  # layers times experts; what says more is no model, and would take minutes to spell out
 # What the names of its tensors give away: what the checkpoint is, and what to do with it.
@@ -174,7 +176,7 @@ def plan(
         raise CheckpointError(
             f"{where}: the file does not hold what its config describes ({hf.config.family}, "
             f"{hf.config.num_layers} layers, embed_dim {hf.config.embed_dim})\n  " + "\n  ".join(problems),
-            "Either files are missing or damaged, or config.json belongs to another model. No weights were read.",
+            _what_to_do(matched, checkpoint.infos, family.name, len(problems) > bool(matched.not_floats)),
         )
 
     warnings = [*checkpoint.notes, *hf.warnings, *([tie.warning] if tie.warning else [])]
@@ -209,6 +211,47 @@ def left_alone(matched: Match) -> list[str]:
     """A line that names the other parts of a larger model, or none."""
     parts = sorted({_first_word(name) for name in matched.other_parts})
     return [f"{len(matched.other_parts)} tensors of other parts are left alone: {', '.join(parts)}"] if parts else []
+
+
+def resembled(names: Iterable[str]) -> list[str]:
+    """The families whose tables have most of these names (layers and experts without their numbers), if any has.
+
+    Among equals, those of which the fewest names are lacking that each of their models has.
+    """
+    held = {_numberless(name) for name in names}
+    score: dict[str, tuple[int, int]] = {}
+    for family in families.names():
+        table = families.get(family)
+        known = {_numberless(weight.hf_name.format(i=0, e=0)) for weight in (*table.weights, *table.alternatives)}
+        always = {
+            _numberless(weight.hf_name.format(i=0, e=0))
+            for weight in table.weights
+            if not (weight.when or weight.unless_tied)
+        }
+        score[family] = len(held & known) - len(held - known), -len(always - held)
+    best = max(score.values())
+    return [family for family, points in score.items() if points == best and best[0] > 0]
+
+
+def _numberless(name: str) -> str:
+    """A canonical name without its numbers; of a table's line `hf_name.format(i=0, e=0)` is such a name."""
+    return NUMBER.sub("", canonical(name))
+
+
+def _what_to_do(matched: Match, names: Iterable[str], family: str, others: bool) -> str:
+    """The hint where a file does not hold what its config describes; `others`: not only types are wrong."""
+    hints = []
+    if matched.not_floats:
+        hints.append("Quantised weights are not computed with: get the original checkpoint.")
+    if others:
+        named = matched.missing or matched.left_over
+        alike = resembled(names) if named else []
+        hints.append(
+            f"The tensors are named as those of {', '.join(alike)}; config.json says {family}."
+            if alike and family not in alike
+            else "Either files are missing or damaged, or config.json belongs to another model."
+        )
+    return " ".join((*hints, "No weights were read."))
 
 
 def _first_word(name: str) -> str:
@@ -297,6 +340,11 @@ def grouped(names: Iterable[str]) -> list[str]:
             (text, (*rest[:axis], ranges(numbers), *rest[axis + 1 :])) for (text, rest), numbers in merged.items()
         ]
     return ["".join(a + b for a, b in zip(text, (*numbers, ""), strict=True)) for text, numbers in keys]
+
+
+def may_be_zero(name: str, family: str) -> bool:
+    """Whether a tensor of ours may well hold nothing but zeros: biases do, and norms that multiply by 1 + w."""
+    return name.endswith("bias") or ("norm" in name and families.get(family).norm == "rms_plus_one")
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -235,6 +235,23 @@ def test_a_number_where_a_vector_belongs_is_called_a_scalar(cases: dict[str, Cas
     assert "misshapen (1): model.norm.weight is scalar, the config makes it 16" in error.message
 
 
+@pytest.mark.parametrize(
+    ("file", "config", "alike"),
+    [("llama", "gpt2", "gemma, llama, mistral, qwen2, smollm3"), ("gpt2", "llama", "gpt2"), ("qwen3", "gpt", "qwen3")],
+)
+def test_names_of_another_family_are_told_from_damage(
+    cases: dict[str, Case], tmp_path: Path, file: str, config: str, alike: str
+) -> None:
+    hint = refusal(cases[file].write(tmp_path, cases[file].tensors, cases[config].config)).hint
+    assert hint == f"The tensors are named as those of {alike}; config.json says {config}. No weights were read."
+
+
+def test_whole_numbers_alone_are_no_damage(cases: dict[str, Case], tmp_path: Path) -> None:
+    values = {n: v.to(torch.int8) if "proj" in n else v for n, v in cases["llama"].tensors.items()}
+    hint = refusal(cases["llama"].write(tmp_path, values)).hint
+    assert "get the original checkpoint" in hint and "damaged" not in hint
+
+
 def test_everything_that_does_not_fit_is_said_at_once(cases: dict[str, Case], tmp_path: Path) -> None:
     values = dict(cases["llama"].tensors)
     del values["model.layers.0.mlp.up_proj.weight"], values["model.layers.1.mlp.up_proj.weight"]
