@@ -25,7 +25,7 @@ from torch import Tensor
 
 from llmcli import families, hf_config, hub, mapping, targets, tensors, weight_files
 from llmcli.config import ModelConfig
-from llmcli.errors import CheckpointError, LlmcliError, UsageError, clip, unwritable
+from llmcli.errors import CheckpointError, LlmcliError, UsageError, clip, listing, unwritable
 from llmcli.model import Decoder
 from llmcli.tensors import TensorInfo
 from llmcli.tying import Request, Side
@@ -132,12 +132,16 @@ def in_file(model: Decoder, name: str) -> str:
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """How many of a tensor's values are no numbers. `size` is the tensor's bytes in memory."""
+    """How many of a tensor's values are no numbers, and whether it holds nothing but zeros where it should not.
+
+    `size` is the tensor's bytes in memory.
+    """
 
     name: str
     size: int
     nan: int
     infinite: int
+    empty: bool
 
 
 def findings(model: Decoder, made: mapping.Plan) -> Iterator[Finding]:
@@ -149,7 +153,8 @@ def findings(model: Decoder, made: mapping.Plan) -> Iterator[Finding]:
         low, high = torch.aminmax(lying)  # NaN comes through
         if not (low.isfinite() and high.isfinite()):
             nan, infinite = int(value.isnan().sum()), int(value.isinf().sum())
-        yield Finding(made.sources[name].info.name, value.nbytes, nan, infinite)
+        empty = bool(low == high == 0) and not mapping.may_be_zero(name, made.config.family)
+        yield Finding(made.sources[name].info.name, value.nbytes, nan, infinite, empty)
 
 
 def not_finite(found: Iterable[Finding], where: str = "") -> list[str]:
@@ -164,6 +169,16 @@ def not_finite(found: Iterable[Finding], where: str = "") -> list[str]:
         for name, (nan, infinite) in counts.items()
         if nan or infinite
     ]
+
+
+def only_zeros(found: Iterable[Finding]) -> list[str]:
+    """The file's tensors all of whose parts hold nothing but zeros and should not, in one line, if there are any."""
+    empty: dict[str, bool] = {}
+    for one in found:
+        empty[one.name] = empty.get(one.name, True) and one.empty
+    names = [name for name, nothing in empty.items() if nothing]
+    what = "tensor holds" if len(names) == 1 else "tensors hold"
+    return [f"{len(names)} {what} nothing but zeros: {listing(mapping.grouped(names), 8)}"] if names else []
 
 
 class Reader:

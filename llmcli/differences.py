@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from llmcli import tensors
+from llmcli.errors import TokenizerError
 from llmcli.mapping import canonical
 from llmcli.tensors import ReadRows, TensorInfo, read_rows
 from llmcli.weight_files import Checkpoint
@@ -70,6 +72,8 @@ class Differences(msgspec.Struct, frozen=True, kw_only=True):
     ties: tuple[TieStatus | None, TieStatus | None]
     config: tuple[ConfigDifference, ...]
     problems: tuple[tuple[str, ...], tuple[str, ...]]
+    tokenizer: str = ""
+    """What differs between their tokenizers, in words; empty where nothing does, and where one of them has none."""
 
 
 class Pairs(msgspec.Struct, frozen=True):
@@ -105,7 +109,12 @@ def compare(pairs: Pairs, read: ReadRows = read_rows) -> Iterator[tuple[Differen
 
 
 def summary(
-    a: str, b: str, pairs: Pairs, found: list[Difference], sides: tuple[Inspection | None, Inspection | None]
+    a: str,
+    b: str,
+    pairs: Pairs,
+    found: list[Difference],
+    sides: tuple[Inspection | None, Inspection | None],
+    tokenizer: str = "",
 ) -> Differences:
     """All of them in one report; `sides` is what is known of each besides its tensors."""
     first, second = sides
@@ -122,7 +131,26 @@ def summary(
         ties=(first.tie if first else None, second.tie if second else None),
         config=differing(first.config if first else None, second.config if second else None),
         problems=(first.problems if first else (), second.problems if second else ()),
+        tokenizer=tokenizer,
     )
+
+
+def of_tokenizers(a: Path, b: Path) -> str:
+    """What differs between the tokenizers of two checkpoints, as `Differences.tokenizer` has it."""
+    files = [(path if path.is_dir() else path.parent) / "tokenizer.json" for path in (a, b)]
+    if not all(file.is_file() for file in files) or files[0].read_bytes() == files[1].read_bytes():
+        return ""
+    from llmcli import tokenizer
+
+    try:
+        one, other = tokenizer.load(a), tokenizer.load(b)
+    except TokenizerError as error:
+        return error.message
+    if one.fingerprint == other.fingerprint:
+        return ""
+    size = max(one.size, other.size)
+    apart = sum(one.token(id) != other.token(id) for id in range(size))
+    return f"{apart:,} of {size:,} tokens" if apart else "the same tokens, made of text in another way"
 
 
 def differing(a: ModelConfig | None, b: ModelConfig | None) -> tuple[ConfigDifference, ...]:

@@ -268,6 +268,18 @@ def test_json_has_these_keys_and_more_where_asked(folder: Path, capsys: pytest.C
     assert list(first["context_curve"][0]) == ["start", "end", "tokens", "loss"]
 
 
+def test_a_loss_that_is_worse_than_guessing_is_said_to_be(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder.parent / "text.txt").write_text("some text")
+    assert cli.run(["evaluate", str(folder), str(folder.parent / "text.txt")]) == 0
+    assert "worse than guessing" not in capsys.readouterr().err
+    model, _ = checkpoint.load(folder)
+    with torch.no_grad():
+        model.get_parameter("output_projection.weight").mul_(40)
+    checkpoint.save(model, folder, extra_files=BYTES.save)
+    assert cli.run(["evaluate", str(folder), str(folder.parent / "text.txt")]) == 0
+    assert "is worse than guessing (ln 257 = 5.55)" in capsys.readouterr().err
+
+
 def test_several_checkpoints_stand_in_one_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = folder.parent / "lines.jsonl"
     text.write_text('{"text": "one"}\n{"text": "two three"}\n')

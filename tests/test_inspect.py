@@ -21,6 +21,8 @@ from hypothesis import strategies as st
 from llmcli import cli, differences, inspection, mapping, params, targets, tensors, weight_files
 from llmcli.errors import CheckpointError, LlmcliError
 from llmcli.inspection import Inspection, TensorEntry
+from llmcli.tokenizer import load as load_tokenizer
+from llmcli.tokenizer import train_bpe
 
 Arrays = dict[str, tuple[str, np.ndarray]]  # name -> (safetensors' type, values as they are stored)
 
@@ -867,6 +869,23 @@ def test_the_command_compares_two(gpt2: Path, tmp_path: Path, capsys: pytest.Cap
     assert "27 of 28 tensors" in shown and "only in b" in shown and "h.1.ln_1.bias" in shown
     assert run_json(capsys, gpt2, other, "--tensors", "*.h.0.*")["equal"] == 12
     assert cli.run(["inspect", str(gpt2), str(tmp_path / "gone")]) == 2
+
+
+def test_of_two_checkpoints_the_tokenizers_are_compared(
+    gpt2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b, c, d = (Path(shutil.copytree(gpt2, tmp_path / name)) for name in "abcd")
+    train_bpe(["one two three one two three"] * 9, 260).save(a)
+    train_bpe(["one two three one two three"] * 9, 260).save(b)
+    train_bpe(["four five six four five six"] * 9, 260).save(c)
+    (b / "tokenizer.json").write_text(json.dumps(json.loads((b / "tokenizer.json").read_text()), indent=4))
+    assert run_json(capsys, a, b)["tokenizer"] == run_json(capsys, a, d)["tokenizer"] == ""
+    apart = sum(load_tokenizer(a).token(id) != load_tokenizer(c).token(id) for id in range(260))
+    assert run_json(capsys, a, c)["tokenizer"] == f"{apart} of 260 tokens" and 0 < apart < 10
+    assert cli.run(["inspect", str(a), str(c)]) == 0
+    assert f"tokenizer differs  {apart} of 260 tokens" in capsys.readouterr().out
+    (c / "tokenizer.json").write_text("{")
+    assert "damaged" in run_json(capsys, a, c)["tokenizer"]
 
 
 def test_the_command_shows_the_largest_differences_and_says_how_many_more(

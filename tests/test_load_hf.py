@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from llmcli import checkpoint, cli, commands, hub, load_model, tensors, verify, weight_files
 from llmcli.commands import load_hf
 from llmcli.errors import CheckpointError, UsageError
+from llmcli.tokenizer import bytes_tokenizer
 
 STORIES = Path(__file__).parents[2] / "shared" / "models" / "stories260K"
 KEYS = ["family", "parameters", "tie", "ignored", "warnings", "out"]
@@ -305,6 +306,48 @@ def test_values_that_are_not_finite_matter_only_where_the_model_has_them(
         assert f"{name} holds {values[name].numel():,} values that are not finite" in capsys.readouterr().out
         assert cli.run(["logits", str(folder), "--ids", "1,2,3"]) == code
     assert f"the weight {name} of {folder / 'model.safetensors'} holds NaN" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("family", "zeros", "said"),
+    [
+        ("llama", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"], "2 tensors"),
+        ("llama", ["model.layers.0.self_attn.q_proj.weight"], "1 tensor"),
+        ("gpt2", ["transformer.h.0.attn.c_attn.weight"], "1 tensor"),
+        ("gpt2", ["transformer.h.0.attn.c_attn.bias", "transformer.ln_f.bias"], ""),
+        ("gemma", ["model.norm.weight"], ""),
+    ],
+)
+def test_tensors_of_nothing_but_zeros_are_named_where_they_should_not_be(
+    folders: dict[tuple[str, bool], Path],
+    load: Shell,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    family: str,
+    zeros: list[str],
+    said: str,
+) -> None:
+    """As the end of a file that was never written has them; a bias, and a norm that adds 1, may well be zero."""
+    shutil.copytree(folders[family, True], tmp_path / "m")
+    values = load_file(tmp_path / "m" / "model.safetensors")
+    save_file(values | {name: torch.zeros_like(values[name]) for name in zeros}, tmp_path / "m" / "model.safetensors")
+    warnings = load.report(tmp_path / "m")["warnings"]
+    hold = "holds" if said == "1 tensor" else "hold"
+    assert [f"{said} {hold} nothing but zeros: {', '.join(zeros)}"] * bool(said) == warnings
+    assert cli.run(["inspect", "--full", str(tmp_path / "m"), "--json"]) == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert [f"nothing but zeros in {', '.join(zeros)}"] * bool(said) == notes
+
+
+def test_a_tokenizer_that_cannot_be_read_or_has_too_many_tokens_is_said(
+    folders: dict[tuple[str, bool], Path], load: Shell, tmp_path: Path
+) -> None:
+    shutil.copytree(folders["llama", False], tmp_path / "m")
+    bytes_tokenizer().save(tmp_path / "m")
+    assert load.report(tmp_path / "m")["warnings"] == ["its tokenizer has 257 tokens, the model 64 rows"]
+    (tmp_path / "m" / "tokenizer.json").write_text("{")
+    (said,) = load.report(tmp_path / "m", "--out", tmp_path / "out")["warnings"]
+    assert said.startswith("its tokenizer cannot be read: ") and "tokenizer.json" in said
 
 
 def test_the_largest_numbers_of_float64_are_described(

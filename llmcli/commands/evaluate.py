@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from math import log
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -117,6 +118,11 @@ def run(
                 except StopIteration as end:
                     found: Evaluation = end.value
                     break
+        if found.loss > log(config.vocab_size) + 1:
+            output.warn(
+                f"{checkpoint}: a loss of {found.loss:.2f} is worse than guessing (ln {config.vocab_size:,} = "
+                f"{log(config.vocab_size):.2f}): is the tokenizer another model's, or are the weights damaged?"
+            )
         tokens = list(evaluate.by_token(coder, documents, found)) if by_token else None
         reports.append(Report(checkpoint, found, tokens, evaluate.bins(found) if context_curve else None))
     if as_json:

@@ -133,7 +133,8 @@ def _compare(targets: tuple[str, str], paths: list[Path], patterns: list[str] | 
         inspection.inspect(path, target, read_file=files.read_file, read=files.read_rows)
         for path, target in zip(paths, targets, strict=True)
     )
-    return differences.summary(*targets, pairs, found, (first, second))
+    apart = differences.of_tokenizers(*paths)
+    return differences.summary(*targets, pairs, found, (first, second), apart)
 
 
 def view(found: Inspection, one_by_one: bool = False) -> RenderableType:
@@ -292,6 +293,8 @@ def view_differences(found: Differences) -> RenderableType:
             for value in (change.a, change.b)
         )
         rows.add_row("config differs", Text(f"{change.field} {values}"))
+    if found.tokenizer:
+        rows.add_row("tokenizer differs", Text(found.tokenizer))
     for label, problems in zip(("problem in a", "problem in b"), found.problems, strict=True):
         for problem in problems:
             rows.add_row(Text(label, "red"), Text(problem))

@@ -93,7 +93,8 @@ def run(
 
     _refuse_combinations(out, check, verify, tie, keep, dtype, head, shard_size, force)
     verification: Verification | None = None
-    warnings: list[str] = []
+    problems: list[str] = []
+    odd: list[str] = []
     if check:
         plan = _plan(source, tie, keep, revision, offline)
     else:
@@ -101,7 +102,7 @@ def run(
         path = targets.find_checkpoint(source, revision=revision, offline=offline)
         if out:
             _refuse_target(path, out, force)
-        plan, warnings = _load(path, out, tie, keep, dtype, head, shard_bytes)
+        plan, problems, odd = _load(path, out, tie, keep, dtype, head, shard_bytes)
         if verify:
             from llmcli.verify import verify as compare
 
@@ -109,11 +110,11 @@ def run(
                 verification = msgspec.structs.replace(compare(out), written=True)
             else:
                 verification = compare(path, out)
-    report = summary(plan, warnings, out, verification)
+    report = summary(plan, [*odd, *problems], out, verification)
     if as_json or _apart():  # the report goes elsewhere: what matters is said here
         for warning in report.warnings:
             warn(warning)
-    emit(report, lambda result: view(result, plan.notes, warnings), as_json)
+    emit(report, lambda result: view(result, plan.notes, problems), as_json)
     if verification and not verification.agrees:
         from llmcli.errors import CheckpointError
 
@@ -128,7 +129,7 @@ def run(
             f"more than the {verification.tolerance:.3g} that rounding explains",
             f"One of the two reads the checkpoint wrongly{said}.",
         )
-    return int(bool(warnings))
+    return int(bool(problems))
 
 
 def _apart() -> bool:
@@ -202,8 +203,8 @@ def _plan(source: str, tie: Tie, keep: Keep, revision: str | None, offline: bool
 
 def _load(
     path: Path, out: Path | None, tie: Tie, keep: Keep, dtype: str | None, head: str, shard_bytes: int | None
-) -> tuple[Plan, list[str]]:
-    """Load, look at every value once, and write; how it was loaded, and what is wrong with values."""
+) -> tuple[Plan, list[str], list[str]]:
+    """Load, look at every value once, and write; how it was loaded, what is wrong with values, and what is odd."""
     from llmcli import checkpoint
 
     model, plan = checkpoint.load(path, dtype=dtype, tie=tie, keep=keep)
@@ -215,7 +216,9 @@ def _load(
                 advance(finding.size)
                 yield finding
 
-        remarks = checkpoint.not_finite(read(), f" as {dtype}" if dtype else "")
+        found = list(read())
+    problems = checkpoint.not_finite(found, f" as {dtype}" if dtype else "")
+    odd = [*checkpoint.only_zeros(found), *_tokenizer_remarks(path, plan.config.vocab_size)]
     if out:
         with progress("writing", size, "B") as advance:
             checkpoint.save(
@@ -227,7 +230,22 @@ def _load(
                 shard_bytes=shard_bytes or checkpoint.SHARD_BYTES,
                 on_bytes=advance,
             )
-    return plan, remarks
+    return plan, problems, odd
+
+
+def _tokenizer_remarks(path: Path, rows: int) -> list[str]:
+    """What is wrong with the tokenizer that lies beside the weights, if one does."""
+    from llmcli import tokenizer
+    from llmcli.errors import TokenizerError
+
+    folder = path if path.is_dir() else path.parent
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
+        return []
+    try:
+        size = tokenizer.load(folder).size
+    except TokenizerError as error:
+        return [] if "llmcli[" in error.hint else [f"its tokenizer cannot be read: {error.message}"]
+    return [f"its tokenizer has {size:,} tokens, the model {rows:,} rows"] if size > rows else []
 
 
 def _carried_keys(path: Path) -> dict[str, Any]:
@@ -301,7 +319,8 @@ def view(report: Report, notes: Iterable[str] = (), problems: Iterable[str] = ()
         row(
             label,
             f"largest difference of logits from transformers {found.max_difference:.3g}, "
-            f"tolerated {found.tolerance:.3g} (largest logit {found.max_logit:.3g}, {found.tokens:,} positions, float32{both})",
+            f"tolerated {found.tolerance:.3g} "
+            f"(largest logit {found.max_logit:.3g}, {found.tokens:,} positions, float32{both})",
             "green" if found.agrees else "red",
         )
     if report.out:
