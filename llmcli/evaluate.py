@@ -121,7 +121,8 @@ def evaluate(
     if model.position_embeddings is not None and context > longest:
         raise UsageError(f"context {context} is longer than the model's {longest} learned positions", "Choose less.")
     losses = tuple(np.full(len(document.ids), np.nan) for document in documents)
-    sums, counts = np.zeros(context), np.zeros(context, dtype=np.int64)
+    positions = min(context, max((len(document.ids) for document in documents), default=0))  # where a loss may stand
+    sums, counts = np.zeros(positions), np.zeros(positions, dtype=np.int64)
     for batch in _batches(documents, context, stride):
         done = 0
         for (number, begin, end, fresh), values in zip(batch, _losses(model, documents, batch, curve), strict=True):

@@ -268,6 +268,12 @@ def test_json_has_these_keys_and_more_where_asked(folder: Path, capsys: pytest.C
     assert list(first["context_curve"][0]) == ["start", "end", "tokens", "loss"]
 
 
+def test_a_context_that_no_text_fills_costs_nothing() -> None:
+    few = scored(wild(), ["some text"], context=32, stride=32, curve=True)[0]
+    many = scored(wild(), ["some text"], context=10**12, stride=32, curve=True)[0]
+    assert many.loss == few.loss and evaluate.bins(many) == evaluate.bins(few)
+
+
 def test_a_loss_that_is_worse_than_guessing_is_said_to_be(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder.parent / "text.txt").write_text("some text")
     assert cli.run(["evaluate", str(folder), str(folder.parent / "text.txt")]) == 0
