@@ -14,6 +14,7 @@ import hashlib
 import importlib
 import io
 import lzma
+import os
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -103,30 +104,45 @@ def find(paths: str | Iterable[str] | None, field: str = "text", encoding: str |
     for name in [paths] if isinstance(paths, str) else paths or ():
         if not name.strip():
             raise UsageError("an empty name: no text is meant by it", "Give a file, a folder or a pattern.")
-        path = Path(name).expanduser()
-        if path.is_dir():
-            found = [file for file in _walk(path) if _kind(file) in (*PLAIN, *LINES, *TABLES)]
-            if not found:
-                raise DataError(
-                    f"{path}: a folder without text",
-                    f"Looked for files named {KINDS}; others are taken by a pattern in quotes: '{path}/*.py'.",
-                )
-        elif path.exists():
-            found = [path]
-        else:
-            found = [Path(match) for match in sorted(glob.glob(str(path), recursive=True)) if Path(match).is_file()]
-            if not found:
-                raise UsageError(f"{name}: no such file or folder", "Check the path, or give another.")
-        files.update(dict.fromkeys(found))
+        try:
+            files.update(dict.fromkeys(_named(name)))
+        except OSError as error:
+            raise unreadable(Path(error.filename or name), error, DataError) from None
     if paths is not None and not files:
         raise UsageError("an empty list of files", "Give a file, a folder or a pattern.")
     return Corpus(tuple(files), field, encoding)
 
 
+def _named(name: str) -> list[Path]:
+    """The files that a path, a folder or a pattern names. Raises OSError for what may not be read."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        found = [file for file in _walk(path) if _kind(file) in (*PLAIN, *LINES, *TABLES)]
+        if not found:
+            raise DataError(
+                f"{path}: a folder without text",
+                f"Looked for files named {KINDS}; others are taken by a pattern in quotes: '{path}/*.py'.",
+            )
+        return found
+    if path.exists():
+        return [path]
+    found = [Path(match) for match in sorted(glob.glob(str(path), recursive=True)) if Path(match).is_file()]
+    if not found:
+        raise UsageError(f"{name}: no such file or folder", "Check the path, or give another.")
+    return found
+
+
 def _walk(folder: Path) -> list[Path]:
-    relative = (path.relative_to(folder) for path in folder.rglob("*"))
-    visible = (path for path in relative if not any(part.startswith(".") for part in path.parts))
-    return [folder / path for path in sorted(visible, key=lambda path: path.parts) if (folder / path).is_file()]
+    """The files of a folder and of those in it, hidden ones left out. Raises OSError for a folder it may not read."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    found: list[Path] = []
+    for place, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(place, name) for name in names if not name.startswith(".")]
+    return sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(folder).parts)
 
 
 def _kind(path: Path) -> str:

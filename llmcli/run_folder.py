@@ -168,15 +168,15 @@ def claimed(out: Path, resume: bool, processes: Processes) -> Iterator[None]:
 @contextmanager
 def locked(out: Path, resume: bool) -> Iterator[None]:
     """The lock of a run's folder; it falls with who holds it. A run that wrote nothing leaves no folder."""
-    if (out / "config.json").exists():
-        raise UsageError(
-            f"{out}: a checkpoint, not the folder of a run",
-            f"A run's checkpoints lie in its folder: --out {out.parent}."
-            if (out / STATE).exists() or (out.parent / METRICS).exists()
-            else "Choose another folder: --out. To start from its weights: --init-from.",
-        )
     path = out / ".lock"
     try:
+        if (out / "config.json").exists():
+            raise UsageError(
+                f"{out}: a checkpoint, not the folder of a run",
+                f"A run's checkpoints lie in its folder: --out {out.parent}."
+                if (out / STATE).exists() or (out.parent / METRICS).exists()
+                else "Choose another folder: --out. To start from its weights: --init-from.",
+            )
         made = [folder for folder in (out, *out.parents) if not folder.exists()]
         out.mkdir(parents=True, exist_ok=True)
         file = path.open("a+")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import bz2
 import codecs
+import errno
 import gzip
 import importlib
 import json
 import lzma
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -208,6 +210,25 @@ def test_a_file_whose_name_looks_like_a_pattern_is_a_file(tmp_path: Path) -> Non
 def test_what_is_not_there_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError, match="no such file"):
         corpus.find(str(tmp_path / name))
+
+
+def test_a_folder_that_may_not_be_read_is_not_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a.txt", "deep/b.txt", ".hidden/c.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    scandir, shut = os.scandir, tmp_path / ".hidden"
+
+    def refusing(path: str | Path) -> Any:
+        if Path(path) == shut:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    assert len(corpus.find(str(tmp_path)).files) == 2  # what is hidden is not looked into
+    shut = tmp_path / "deep"
+    with pytest.raises(DataError, match="deep: cannot be read") as caught:
+        corpus.find(str(tmp_path))
+    assert caught.value.hint == "Check the permissions."
 
 
 def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
