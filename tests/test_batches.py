@@ -71,6 +71,21 @@ def test_places_computed_ahead_are_those_computed_when_asked(asked: list[tuple[i
                 assert np.array_equal(order(first, count), batches.starts(100, 7, first, count, 3, shuffle))
 
 
+def test_places_are_computed_for_thousands_of_sequences_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    real = batches.starts
+
+    def starts(tokens: int, context: int, first: int, count: int, seed: int, shuffle: str) -> batches.Ids:
+        asked.append(count)
+        return real(tokens, context, first, count, seed, shuffle)
+
+    monkeypatch.setattr(batches, "starts", starts)
+    order = batches.Order(10**6, 7, 3, "windows")
+    for first in range(0, 5000, 8):
+        order(first, 8)
+    assert asked == [batches.AHEAD] * 2
+
+
 @pytest.mark.parametrize("length", range(8, 30))
 def test_windows_fill_a_text_of_any_length_and_never_leave_it(length: int) -> None:
     size = batches.windows(length, 7)

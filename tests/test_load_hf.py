@@ -339,6 +339,16 @@ def test_tensors_of_nothing_but_zeros_are_named_where_they_should_not_be(
     assert [f"nothing but zeros in {', '.join(zeros)}"] * bool(said) == notes
 
 
+def test_a_part_of_a_fused_tensor_may_be_zero(
+    folders: dict[tuple[str, bool], Path], load: Shell, tmp_path: Path
+) -> None:
+    shutil.copytree(folders["gpt2", True], tmp_path / "m")
+    values = load_file(tmp_path / "m" / "model.safetensors")
+    values["transformer.h.0.attn.c_attn.weight"][:, :16] = 0  # the queries of it: their attention looks evenly about
+    save_file(values, tmp_path / "m" / "model.safetensors")
+    assert load.report(tmp_path / "m")["warnings"] == []
+
+
 def test_a_tokenizer_that_cannot_be_read_or_has_too_many_tokens_is_said(
     folders: dict[tuple[str, bool], Path], load: Shell, tmp_path: Path
 ) -> None:
