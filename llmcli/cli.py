@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from llmcli import __version__, commands, output
-from llmcli.errors import LlmcliError, UsageError, misplaced
+from llmcli.errors import LlmcliError, UsageError, misplaced, remedy
 
 INTERRUPTED = 130
 _interrupts: list[int] = []
@@ -85,7 +85,7 @@ def complaint(error: Any) -> str:
     said = error.format_message().rstrip(".")
     option: Any = getattr(error, "param", None)
     given = re.match(r"(['\"]?)(.*)\1 is not ", getattr(error, "message", ""), re.DOTALL)
-    if option is None or given is None:
+    if option is None or given is None or option.type.name in ("path", "file", "directory"):
         return f"{said[:1].lower()}{said[1:]}"
     if choices := getattr(option.type, "choices", ()):
         wanted = f"one of {', '.join(choices)}"
@@ -152,7 +152,7 @@ def run(arguments: list[str]) -> int:
         where = f"{os.fsdecode(error.filename)}: " if named else "standard output: " if written else ""
         said = error.strerror or str(error)
         kind = UsageError if named and misplaced(error) else LlmcliError
-        hint = "Send it elsewhere." if written else "Check the path, its permissions and the disk's free space."
+        hint = "Send it elsewhere." if written else remedy(error)
         output.error(kind(where + said, hint))
         return kind.exit_code
     except UnicodeEncodeError as error:  # a name that is not UTF-8, where text is needed

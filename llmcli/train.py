@@ -24,7 +24,7 @@ from llmcli import model as models
 from llmcli.config import Recipe, TrainConfig
 from llmcli.data import Data
 from llmcli.distributed import Processes, joined
-from llmcli.errors import ConfigError, LlmcliError, TokenizerError, TrainingError
+from llmcli.errors import ConfigError, LlmcliError, TokenizerError, TrainingError, remedy
 from llmcli.events import METRICS, Done, Eval, Event, Group, Sample, Saved, Start, Step
 from llmcli.model import Decoder
 from llmcli.run_folder import (
@@ -460,7 +460,8 @@ class Run:
             with (self.out / METRICS).open("ab") as file:
                 file.write(msgspec.json.encode(event) + b"\n")
         except OSError as error:
-            raise TrainingError(f"{self.out / METRICS}: cannot be written ({error.strerror})", self.advice()) from None
+            said = f"{self.out / METRICS}: cannot be written ({error.strerror})"
+            raise TrainingError(said, remedy(error, "Go on with --resume.")) from None
         return event
 
     def advice(self) -> str:
