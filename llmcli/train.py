@@ -461,18 +461,20 @@ class Run:
                 file.write(msgspec.json.encode(event) + b"\n")
         except OSError as error:
             said = f"{self.out / METRICS}: cannot be written ({error.strerror})"
-            raise TrainingError(said, remedy(error, "Go on with --resume.")) from None
+            raise TrainingError(said, f"{remedy(error)} {self.saved()}") from None
         return event
 
     def advice(self) -> str:
-        """What a run that had to stop leaves behind, and how to go on."""
+        """What a run whose numbers went wrong leaves behind, and how to go on."""
+        return f"{self.saved()} Try a lower train.lr, a longer train.warmup_steps, or fp32."
+
+    def saved(self) -> str:
+        """What a run that had to stop leaves behind."""
         try:
             step = read_state(self.out / "last").step
         except LlmcliError:
-            return "Nothing was saved yet. Try a lower train.lr, a longer train.warmup_steps, or fp32."
-        return (
-            f"{self.out / 'last'} holds step {step}: --resume goes on from there, with --set train.lr=... if need be."
-        )
+            return "Nothing was saved yet."
+        return f"{self.out / 'last'} holds step {step}: --resume goes on from there."
 
 
 def fitted(recipe: Recipe, by: Tokenizer, notes: list[str]) -> Recipe:
