@@ -41,11 +41,11 @@ def hub() -> Iterator[Hub]:
         yield running
 
 
-def weights(shapes: dict[str, tuple[int, ...]], fill: int = 1) -> bytes:
-    """A safetensors file of float32 zeros and, at its end, bytes that are not."""
+def weights(shapes: dict[str, tuple[int, ...]], fill: int = 1, value: float = 0.0) -> bytes:
+    """A safetensors file of float32 zeros (or another value) and, at its end, bytes that are not."""
     header = tensors.write_header((name, "F32", shape) for name, shape in shapes.items())
     size = sum(4 * int.__mul__(*(*shape, 1)[:2]) for shape in shapes.values())
-    return header + bytes(size - 4) + fill.to_bytes(4, "little")
+    return header + struct.pack("<f", value) * (size // 4 - 1) + fill.to_bytes(4, "little")
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
@@ -462,7 +462,8 @@ def test_commands_take_a_repository_and_say_nothing_but_their_result(hub: Hub, c
 
 
 def test_load_hf_takes_a_repository_at_a_revision_and_offline(hub: Hub, client: Client) -> None:
-    commit = hub.add("org/tiny", SINGLE)
+    sound = {name: raw for name, raw in SINGLE.items() if name != "tokenizer.json"}
+    commit = hub.add("org/tiny", sound | {"model.safetensors": weights(shapes(), value=0.5)})
     offline = client.llmcli("load-hf", "org/tiny", "--offline")
     assert offline.returncode == 1 and offline.stdout == "" and "--offline" in offline.stderr
     checked = json.loads(client.llmcli("load-hf", "org/tiny", "--check", "--json").stdout)
