@@ -8,6 +8,7 @@ itself, without changing it, and a run keeps the way it began with: another woul
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Generator
@@ -195,6 +196,16 @@ def matmul_peak(device: torch.device, precision: str) -> float:
         float((a @ a)[0, 0])
         took.append(time.perf_counter() - began)
     return 2 * size**3 / min(took)
+
+
+def memory_of(device: torch.device) -> int | None:
+    """All the memory that a device has, in bytes; None where it does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # Windows
+        return None
 
 
 def peak_memory(device: torch.device) -> int:

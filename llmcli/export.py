@@ -26,8 +26,8 @@ def export(
     """Write rows as text: `vectors.tsv` and `metadata.tsv` for the Embedding Projector, `word2vec.txt` for gensim.
 
     Numbers read back as the same float32. White space inside a token is written as an escape (`\\x20`), and a
-    spelling that occurs twice gets its id behind it. Raises UsageError when a file is there already or cannot be
-    written.
+    spelling that occurs twice gets its id behind it. Raises UsageError when a file is there already, or no file can be
+    where the folder is, and LlmcliError when the system refuses to write.
     """
     files = [folder / name for name in ("vectors.tsv", "metadata.tsv", "word2vec.txt")]
     if there := [path for path in files if path.exists()]:

@@ -6,7 +6,6 @@ The page never gets a whole tensor: it asks for a slice, a sketch, the best few.
 from __future__ import annotations
 
 import math
-import os
 import random
 import re
 import secrets
@@ -21,7 +20,7 @@ import torch
 from tokenizers import decoders
 from torch import Tensor
 
-from llmcli import probe
+from llmcli import compute, probe
 from llmcli import tokenizer as tokenizers
 from llmcli.cache import LayerCache, new_cache
 from llmcli.config import ModelConfig
@@ -53,10 +52,7 @@ POSITIONS = "position_embeddings.weight"
 
 def half_of_memory() -> int:
     """Half of this machine's memory in bytes; 4 GiB where it does not say."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    except (AttributeError, ValueError, OSError):
-        return 4 << 30
+    return (compute.memory_of(torch.device("cpu")) or 8 << 30) // 2
 
 
 class Limits(msgspec.Struct, frozen=True):

@@ -538,18 +538,8 @@ def require_room(recipe: Recipe, processes: Processes, settled: bool = False) ->
     if not settled and recipe.data.tokenizer in ("bpe", "char", "byte"):
         model = msgspec.structs.replace(model, vocab_size=min(model.vocab_size, 257))
     shared = processes.count if config.strategy == "fsdp" else 1
-    memory = memory_of(processes.device) * shared
-    costs.require_room(model, context=context, batch=config.batch_size, memory=memory)
-
-
-def memory_of(device: torch.device) -> int:
-    """All the memory that a device has, in bytes; where it does not say, more than there is anywhere."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # Windows
-        return 1 << 60
+    if memory := compute.memory_of(processes.device):
+        costs.require_room(model, context=context, batch=config.batch_size, memory=memory * shared)
 
 
 def opening(recipe: Recipe, text: Data) -> list[int]:

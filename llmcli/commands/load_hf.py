@@ -234,17 +234,17 @@ def _load(
 
 
 def _tokenizer_remarks(path: Path, rows: int) -> list[str]:
-    """What is wrong with the tokenizer that lies beside the weights, if one does."""
-    from llmcli import tokenizer
+    """What is wrong with the tokenizer that lies beside the weights, if one does that can be read here."""
     from llmcli.errors import TokenizerError
+    from llmcli.names import Names
 
-    folder = path if path.is_dir() else path.parent
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
-        return []
+    names = Names(path, rows)
     try:
-        size = tokenizer.load(folder).size
+        if not names.known:
+            return []
+        size = names.tokenizer.size
     except TokenizerError as error:
-        return [] if "llmcli[" in error.hint else [f"its tokenizer cannot be read: {error.message}"]
+        return [f"its tokenizer cannot be read: {error.message}"]
     return [f"its tokenizer has {size:,} tokens, the model {rows:,} rows"] if size > rows else []
 
 
